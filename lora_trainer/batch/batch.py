@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from lora_trainer.batch.executors import ExecutorOptions, executor
-from lora_trainer.batch.executors.local import kept_families, visible_gpus
-from lora_trainer.batch.folders import Shared, job_settings, read_root
-from lora_trainer.batch.job_document import make_job, read_settings
+from lora_trainer.batch.executors.local import kept_families
+from lora_trainer.batch.folders import Shared, job_settings, read_configs, read_root
+from lora_trainer.batch.job_document import make_job, read_settings, with_hashes
+from lora_trainer.batch.job_files import FOLDER, JobFiles
 from lora_trainer.batch.job_store import (
     RETRIES,
     ROOT,
@@ -33,6 +34,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError, nearest
 from lora_trainer.core.findings import counted
+from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import failure_lines
@@ -49,13 +51,19 @@ from lora_trainer.run.train import train
 class BatchOrder:
     """A batch as it was ordered. `resolved` is what its jobs share, without any folder's own settings."""
 
-    root: Path
+    root: Path | None  # of the dataset folders; None where the jobs are configs
     shared: Shared
     resolved: Resolved
     options: ExecutorOptions = field(default_factory=ExecutorOptions)
     executor: str = "local"
     together: int = 1  # jobs of one process that train on one base
     retries: int = 0  # attempts at a job whose training failed, after the first
+    configs: tuple[Path, ...] = ()  # one for each job, in place of ROOT
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether workers on several machines may take its jobs."""
+        return self.options.jobs == 0 or executor(self.executor).IS_SHARED
 
     @property
     def output(self) -> Path:
@@ -80,7 +88,8 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     jobs = [make_job(order.shared, name, folder) for name, folder in folders.items()]
     store = enlist(order, jobs)
     left = sum(job.status == "waiting" for job in store.read_jobs())
-    console.print(f"batch of {len(folders)} datasets in {order.root}, {left} to run; output in {order.output}")
+    what = f"{len(folders)} datasets in {order.root}" if order.root else counted(len(folders), "config")
+    console.print(f"batch of {what}, {left} to run; output in {order.output}")
     show_commands(order.resolved, console)
     show_settings(order, jobs, console)
     if order.options.jobs == 0:
@@ -88,8 +97,8 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         console.print(f"{counted(left, 'job waits', 'jobs wait')} for workers: lora-trainer batch work {order.output}")
         return DONE
     workers = min(order.options.jobs, max(1, left))
-    if workers > 1 and order.executor == "local":
-        console.print(describe_workers(workers))
+    if order.executor == "local" and left:
+        describe_workers(workers, left, console)
     write_summary(store)
     stopped: int | None = None
     try:
@@ -236,7 +245,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
         problems.append(Problem(message, "Remove the setting; checkpoint.keep_last=1 takes the least space."))
     for check in (
         lambda: executor(order.executor).check(order.options),
-        lambda: folders.update(read_root(order.root)),
+        lambda: folders.update(read_root(order.root) if order.root else read_configs(order.configs)),
         lambda: read_model(config, weights=weights),
         lambda: find_encoder(config, weights=weights),
         lambda: refuse_used_output(order),
@@ -246,9 +255,11 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
         except UsageError as error:
             problems.extend(error.problems)
     for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.dir")):
-        if place.resolve().is_relative_to(order.root.resolve()):
+        if order.root and place.resolve().is_relative_to(order.root.resolve()):
             message = f"{place} is inside {order.root}, where nothing is written."
             problems.append(Problem(message, f"Choose another {flag}."))
+    if FOLDER in {name.casefold() for name in folders}:
+        problems.append(Problem(f"No run of a batch can be named {FOLDER}: its jobs are in that folder.", "Rename it."))
     if problems:
         raise UsageError(problems)
     return folders
@@ -258,7 +269,7 @@ def refuse_used_output(order: BatchOrder) -> None:
     """Raise UsageError for an output folder that holds a batch already, unless this one resumes it."""
     if not holds_batch(order.output):
         return
-    store = make_store(order.output, shared=executor(order.executor).IS_SHARED)
+    store = make_store(order.output, shared=order.is_shared)
     root, jobs = store.read_note(ROOT), store.read_jobs()
     if jobs and not order.shared.resume:
         raise UsageError(
@@ -268,14 +279,16 @@ def refuse_used_output(order: BatchOrder) -> None:
             )
         )
     # One that is not there any more was moved.
-    if root is not None and Path(root) != order.root.resolve() and Path(root).exists():
+    if root is not None and Path(root).exists() and (order.root is None or Path(root) != order.root.resolve()):
         raise UsageError(Problem(f"{order.output} holds a batch of {root}.", "Choose another --output."))
 
 
-def enlist(order: BatchOrder, jobs: Sequence[NewJob]) -> JobStore:
+def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:
     """Write the jobs, and let those that are to run again wait again."""
-    store = make_store(order.output, shared=executor(order.executor).IS_SHARED)
-    store.write_note(ROOT, str(order.root.resolve()))
+    store = make_store(order.output, shared=order.is_shared)
+    if isinstance(store, JobFiles):
+        jobs = with_hashes(jobs)
+    store.write_note(ROOT, str(order.root.resolve()) if order.root else None)
     store.write_note(SHARED, order.shared.to_json())
     store.write_note(TOGETHER, order.together)
     store.write_note(RETRIES, order.retries)
@@ -309,14 +322,16 @@ def show_settings(order: BatchOrder, jobs: Sequence[NewJob], console: Console) -
             console.print(f"{job.name} trains alone, not with --together: {settings}")
 
 
-def describe_workers(workers: int) -> str:
-    """How several workers share this machine. Loads torch."""
+def describe_workers(workers: int, left: int, console: Console) -> None:
+    """Print how several workers share this machine, and which of its GPUs are idle. Loads torch."""
     gpus = len(visible_gpus())
-    if gpus == 0:
-        return f"{workers} jobs at once, each with a copy of the base and its share of the CPU"
-    if gpus < workers:
-        return (
-            f"warning: {workers} jobs at once on {gpus} GPU{'s' if gpus > 1 else ''}: "
+    if 0 < gpus < workers:
+        console.print(
+            f"warning: {workers} jobs at once on {counted(gpus, 'GPU')}: "
             "those that share a GPU share its memory and its speed"
         )
-    return f"{workers} jobs at once, each on a GPU of its own"
+    elif workers > 1:
+        share = "on a GPU of its own" if gpus else "with a copy of the base and its share of the CPU"
+        console.print(f"{workers} jobs at once, each {share}")
+    if left > workers and (line := describe_idle_gpus(workers, f"Use all with: --jobs {min(gpus, left)}")):
+        console.print(line)

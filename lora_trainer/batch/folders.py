@@ -1,8 +1,8 @@
-"""ROOT and its dataset folders: one LoRA each, with settings of their own in `lora.toml`. No torch."""
+"""The jobs of a batch: ROOT's dataset folders, with settings of their own in `lora.toml`, or a list of configs. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from lora_trainer.run.bases.names import as_hub_part, local_path
 from lora_trainer.run.settings import settle
 
 SETTINGS_FILE = "lora.toml"
+CONFIG_ENDING = ".toml"
 PATHS = (
     ("model", "path"),
     ("model", "vae"),
@@ -88,6 +89,24 @@ def read_root(root: Path) -> dict[str, Path]:
     return found
 
 
+def read_configs(paths: Sequence[Path]) -> dict[str, Path]:
+    """Config files by the name of their run, which is theirs without `.toml`.
+
+    Raises UsageError, all problems at once, for what is no file, and for two runs of one name.
+    """
+    problems, found, by_spelling = [], dict[str, Path](), dict[str, Path]()
+    for path in paths:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            problems.append(Problem(f"--configs: {path} {what}.", "Name TOML files, each as for --config."))
+        if (other := by_spelling.setdefault(path.stem.casefold(), path)) is not path:
+            problems.append(Problem(f"{other} and {path} would both become the run {path.stem}.", "Rename one."))
+        found[path.stem] = path.absolute()
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
 def _run_name(folder: Path) -> str:
     """As the folder's file says, where it can be read; else the folder's own name."""
     try:
@@ -98,12 +117,24 @@ def _run_name(folder: Path) -> str:
 
 
 def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
-    """The settings of one job. The folder's file has the last word, over the batch's own flags.
+    """The settings of one job: of a dataset folder, or of a config file.
 
-    Raises UsageError with everything that is wrong in the folder's file.
+    The file in a folder has the last word, over the batch's own flags. A config file is read as with --config, so flags win.
+
+    Raises UsageError with everything that is wrong in the file.
     """
     problems: list[Problem] = []
     user = list(shared.user)
+    if folder.suffix == CONFIG_ENDING and not folder.is_dir():
+        try:
+            values = dict(file_layer(folder.name, folder).values)
+        except UsageError as error:
+            raise UsageError([*problems, *error.problems]) from error
+        if isinstance(values.get("run"), dict):
+            values["run"] = {key: value for key, value in values["run"].items() if key not in ("name", "output")}
+        first_flag = sum(layer.name.startswith("--config ") for layer in user)
+        user.insert(first_flag, Layer(folder.name, values))
+        return settle(shared.presets, [*user, Layer("batch", {"run": {"name": name}})])
     try:
         if values := _folder_values(folder):
             user.append(Layer(SETTINGS_FILE, values))

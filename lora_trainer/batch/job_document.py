@@ -1,17 +1,19 @@
-"""What `job.json` holds: all that a worker on another machine needs to train the job as it was submitted. No torch."""
+"""What `job.json` holds: all that a worker on another machine needs to train the job as it was submitted."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.batch.folders import PATHS, Shared, job_settings, shared_from_json
+from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
 from lora_trainer.batch.job_store import SHARED, JobStore, NewJob, QueuedJob
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, gathering
+from lora_trainer.run.inputs import list_data, read_model, with_absolute_paths
 
 
 def make_job(shared: Shared, name: str, data: Path) -> NewJob:
@@ -21,13 +23,43 @@ def make_job(shared: Shared, name: str, data: Path) -> NewJob:
     except UsageError as error:
         problems = [[problem.message, problem.fix] for problem in error.problems]
         return NewJob(name, data, document={"problems": problems})
-    config = resolved.config.model_dump(mode="json")
-    for section, key in PATHS:  # workers may begin in another folder
-        value = config[section][key]
-        if isinstance(value, str) and Path(value).expanduser().exists():
-            config[section][key] = str(Path(value).expanduser().absolute())
-    document = {"config": config, "origins": dict(resolved.origin), "evidence": dict(resolved.evidence)}
+    config = with_absolute_paths(resolved.config).model_dump(mode="json")  # workers begin in other folders
+    del config["run"]["output"]  # each machine has its own path of it
+    document = {
+        "config": config,
+        "origins": dict(resolved.origin),
+        "evidence": dict(resolved.evidence),
+    }
     return NewJob(name, data, resolved.config.run.priority, document)
+
+
+def with_hashes(jobs: list[NewJob]) -> list[NewJob]:
+    """The jobs with what identifies their data and their caches. Loads torch."""
+    known: dict[str, Mapping[str, str]] = {}
+    return [
+        job if "problems" in job.document else replace(job, document={**job.document, **hashes_of(job.document, known)})
+        for job in jobs
+    ]
+
+
+def hashes_of(document: Mapping[str, Any], known: dict[str, Mapping[str, str]]) -> dict[str, Any]:
+    """The `data_hash` of the images and captions, as in `run.json`, and the `cache_keys`: of the VAE and the text encoders, which
+    each entry of the caches depends on beside its image or caption. `known` are those of base models read before.
+
+    Where data or model cannot be read there is no hash: the job fails with the reason when it begins.
+    """
+    from lora_trainer.run.choices import ENCODER_DTYPE
+
+    config, found, ignored = Config.model_validate(document["config"]), dict[str, Any](), list[Problem]()
+    with gathering(ignored):
+        found["data_hash"] = list_data(config)[0].data_hash
+    base = config.model.model_dump_json() + config.text_encoder.model_dump_json()
+    with gathering(ignored):
+        if base not in known:
+            family, facts = read_model(config)
+            known[base] = dict(zip(("images", "texts"), family.encoder_keys(facts.path, ENCODER_DTYPE), strict=True))
+        found["cache_keys"] = known[base]
+    return found
 
 
 def settings_of(store: JobStore, job: QueuedJob) -> Resolved:
@@ -46,3 +78,20 @@ def read_settings(document: Mapping[str, Any]) -> Resolved:
         raise UsageError([Problem(*problem) for problem in problems])
     config = Config.model_validate(document["config"])
     return Resolved(config, document["origins"], evidence=document["evidence"])
+
+
+def refuse_changed(store: JobStore, name: str) -> None:
+    """Raise UsageError where this machine's data or base model are not those of the job's file."""
+    document = store.read_document(name) or {}
+    changed = {
+        "data_hash": "images or captions",
+        "cache_keys": "base model's VAE or text encoders",
+    }
+    now = hashes_of(document, {}) if changed.keys() & document.keys() else {}
+    wrong = [what for key, what in changed.items() if key in now and key in document and now[key] != document[key]]
+    if wrong:
+        message = (
+            f"The {' and the '.join(wrong)} of {name} on {socket.gethostname()} are not those that were submitted."
+        )
+        fix = "Make the paths of its job.json the same on all machines, or submit the batch again, with --resume."
+        raise UsageError(Problem(message, fix))

@@ -235,7 +235,7 @@ class JobFiles:
                     f"Install that here: pip install lora-trainer=={program}. Or submit the batch again with --resume."
                 )
                 raise UsageError(Problem(message, fix))
-            holder = this_process(kernel=True)
+            holder = this_process(shared=True)
             if claimed := self._append(state.job.name, lambda found: can_begin(found, now), "claimed", holder=holder):
                 return claimed.job
         return None
@@ -262,9 +262,12 @@ class JobFiles:
             temporary.write_text(json.dumps(finite(asdict(progress))), encoding="utf-8")
             rename_over(temporary, path)
 
-    def sign_of_life(self, job: QueuedJob) -> None:
+    def sign_of_life(self, job: QueuedJob) -> bool:
+        signs = list[Path]()
         with unless_refused():
             self._progress(job).touch()  # the time is the disk's, not this machine's
+            signs.append(self._progress(job))
+        return bool(signs)
 
     def read_claim(self, job: QueuedJob) -> Claim:
         found: list[Claim] = []

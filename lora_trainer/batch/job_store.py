@@ -23,6 +23,7 @@ import psutil
 
 from lora_trainer.core.disk import refusal
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNALED, TRAINING_FAILED
+from lora_trainer.core.hardware import this_machine
 from lora_trainer.monitor.progress import Progress
 
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
@@ -132,8 +133,8 @@ class JobStore(Protocol):
     def report_progress(self, job: QueuedJob, progress: Progress) -> None:
         """Write how far a running job is."""
 
-    def sign_of_life(self, job: QueuedJob) -> None:
-        """Show other machines that the process that holds a job is alive."""
+    def sign_of_life(self, job: QueuedJob) -> bool:
+        """Show other machines that the process that holds a job is alive; False where the disk refuses, so that they see none."""
 
     def read_claim(self, job: QueuedJob) -> Claim:
         """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile."""
@@ -166,13 +167,13 @@ def unless_refused() -> Iterator[None]:
             raise
 
 
-def this_process(*, kernel: bool = False) -> str:
+def this_process(*, shared: bool = False) -> str:
     """A name that no other process bears: a number is used again, a number with its start is not.
 
-    With `kernel` it also names the running system and its table of processes: machines and containers may share a name.
+    For a `shared` folder it also names the machine until it restarts, and its container: several may have one host name.
     """
     holder = [socket.gethostname(), os.getpid(), round(psutil.Process().create_time(), 2)]
-    return json.dumps([*holder, _kernel()] if kernel else holder)
+    return json.dumps([*holder, this_machine()] if shared else holder)
 
 
 def is_dead(holder: str, silence: float) -> bool:
@@ -180,20 +181,11 @@ def is_dead(holder: str, silence: float) -> bool:
 
     On another machine: whether its last sign of life is `silence` > `SILENT_SECONDS` seconds ago.
     """
-    host, number, started, *kernel = json.loads(holder)
-    if host != socket.gethostname() or kernel not in ([], [_kernel()]):
+    host, number, started, *machine = json.loads(holder)
+    if host != socket.gethostname() or machine not in ([], [this_machine()]):
         return silence > SILENT_SECONDS
     try:
         process = psutil.Process(number)
         return bool(abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
-
-
-def _kernel() -> str:
-    """This start of the system and this process's table of processes, where the system names them."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return str(int(psutil.boot_time()))

@@ -30,13 +30,12 @@ def store_of(output: Path) -> JobStore:
 def make_store(output: Path, *, shared: bool) -> JobStore:
     """The store of the batch in an output folder, made where there is none.
 
-    With `shared` it is for several machines. Raises UsageError for a batch of the other kind.
+    With `shared` it is for several machines. Raises UsageError where the folder holds one for one machine.
     """
     if not holds_batch(output):
         return JobFiles(output) if shared else JobQueue(output)
     store = store_of(output)
-    if isinstance(store, JobFiles) != shared:
-        kinds = ("one machine (--executor local)", "several machines")
-        message = f"{output} holds a batch for {kinds[not shared]}, not for {kinds[shared]}."
-        raise UsageError(Problem(message, "Choose another --output, or the executor of that batch."))
+    if shared and not isinstance(store, JobFiles):
+        message = f"{output} holds a batch for one machine ({queue.FILE}), which workers on several cannot share."
+        raise UsageError(Problem(message, "Choose another --output, or continue it with --executor local."))
     return store

@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from lora_trainer.batch.background import repeating
 from lora_trainer.batch.folders import shared_from_json
-from lora_trainer.batch.job_document import settings_of
-from lora_trainer.batch.job_store import SHARED, TOGETHER, Ending, JobStore, QueuedJob
+from lora_trainer.batch.job_document import refuse_changed, settings_of
+from lora_trainer.batch.job_store import SHARED, SILENT_SECONDS, TOGETHER, Ending, JobStore, QueuedJob
 from lora_trainer.batch.joint_jobs import claim_others
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DatasetRefused, UserError
@@ -59,7 +59,7 @@ def work(
             with keeping(store, job, stop) as claim:  # encoding and drawing are silent for long
                 ending = attempt(store, job, families, member)
             status = store.finish(job, ending)
-            if hand_back and status == "stopped":
+            if status == "stopped" and (hand_back or claim.is_over):
                 store.put_back([job.name])
             write_summary(store)
             if ending.status == "stopped" and not claim.is_over:
@@ -106,6 +106,7 @@ def attempt(store: JobStore, job: QueuedJob, families: Mapping[str, Family], mem
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
         try:
             with stopping_on_signal():
+                refuse_changed(store, job.name)
                 resumes = shared_from_json(store.read_note(SHARED)).resume or job.attempts > 1
                 order = make_order(
                     settings_of(store, job),
@@ -128,7 +129,7 @@ def attempt(store: JobStore, job: QueuedJob, families: Mapping[str, Family], mem
 
 @dataclass
 class KeptClaim:
-    """`is_over`: the job was cancelled, or another process took it, and so it was stopped here."""
+    """`is_over`: the job was cancelled, another process took it or may do so, and so it was stopped here."""
 
     is_over: bool = False
 
@@ -136,16 +137,19 @@ class KeptClaim:
 @contextlib.contextmanager
 def keeping(store: JobStore, job: QueuedJob, stop: Callable[[], None]) -> Iterator[KeptClaim]:
     """Give signs of life for a job while the block runs, and stop it where it is not this process's any more."""
-    kept, beat = KeptClaim(), time.monotonic()
+    kept, tried, seen = KeptClaim(), time.monotonic(), time.monotonic()
 
     def look() -> None:
-        nonlocal beat
+        nonlocal tried, seen
         if not kept.is_over and store.read_claim(job) != "held" and not signalled():
             kept.is_over = True
             stop()
-        if time.monotonic() - beat >= BEAT_SECONDS:
-            beat = time.monotonic()
-            store.sign_of_life(job)
+        if (now := time.monotonic()) - tried >= BEAT_SECONDS:
+            tried = now
+            seen = now if store.sign_of_life(job) else seen
+            if now - seen > SILENT_SECONDS and not kept.is_over:  # others may take it
+                kept.is_over = True
+                stop()
 
     with repeating(look, LOOK_SECONDS):
         yield kept

@@ -12,6 +12,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError, nearest
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
   lora-trainer batch ./customers --preset 12gb --output night --together 4
+  lora-trainer batch --configs rank8.toml rank32.toml --data cat --output night
   lora-trainer batch ./customers --preset 12gb --output night --resume
   lora-trainer batch status night --json
   lora-trainer batch cancel night ash birch
@@ -28,7 +29,8 @@ NAMES = ("cancel", "retry")  # take names of jobs
 NOT_HERE = {
     "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the datasets."),
     "run.name": Problem(
-        "--name is not for a batch.", "Runs are named after their folders, or by [run] name in lora.toml."
+        "--name is not for a batch.",
+        "Runs are named after their folders, by [run] name in lora.toml, or after their config files.",
     ),
 }
 
@@ -49,6 +51,14 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         help="cancel, retry: jobs; retry without names takes all that failed, were refused or cancelled",
     )
     group = parser.add_argument_group("the batch")
+    group.add_argument(
+        "--configs",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="one LoRA for each config file, in place of ROOT; each names its data, and the run has the file's name",
+    )
     group.add_argument(
         "--jobs",
         type=int,
@@ -91,8 +101,11 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     values = vars(arguments)
     if arguments.folder is not None:
         problems.append(Problem(f"Unknown action {arguments.root}.", nearest(arguments.root, ACTIONS)))
-    problems.extend(problem for name, problem in NOT_HERE.items() if values[name])
-    if arguments.root is None:
+    refused = NOT_HERE.keys() - ({"data.sources"} if arguments.configs else set())  # several configs of one dataset
+    problems.extend(problem for name, problem in NOT_HERE.items() if name in refused and values[name])
+    if arguments.root is not None and arguments.configs:
+        problems.append(Problem(f"batch takes ROOT ({arguments.root}) or --configs, not both.", "Remove one."))
+    if arguments.root is None and not arguments.configs:
         problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
     chosen = [tuple(option.split("=", 1)) for option in arguments.executor_option]
     if wrong := [option for option, pair in zip(arguments.executor_option, chosen, strict=True) if len(pair) < 2]:
@@ -111,7 +124,14 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     shared = Shared(tuple(presets), tuple(user), arguments.resume)
     options = ExecutorOptions(arguments.jobs, dict(chosen))
     order = BatchOrder(
-        Path(arguments.root), shared, resolved, options, arguments.executor, arguments.together, arguments.retries
+        Path(arguments.root) if arguments.root else None,
+        shared,
+        resolved,
+        options,
+        executor=arguments.executor,
+        together=arguments.together,
+        retries=arguments.retries,
+        configs=tuple(arguments.configs),
     )
     return (show_batch if arguments.dry_run else run_batch)(order, plain_console())
 

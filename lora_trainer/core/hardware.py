@@ -38,6 +38,23 @@ def cuda_memory_gib() -> float | None:
     return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
 
 
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. Imports torch."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def describe_idle_gpus(used: int, use_them: str) -> str | None:
+    """A line that names the GPUs beside the first `used`, and how to use them; None where there are none. Imports torch."""
+    if not (idle := visible_gpus()[used:]):
+        return None
+    names = f"GPU {idle[0]} is" if len(idle) == 1 else f"GPUs {', '.join(idle)} are"
+    return f"{names} idle. {use_them.format(gpu=idle[0])}"
+
+
 @cache
 def this_machine() -> str:
     """A name under which process numbers can be compared: of this machine until it restarts, and of one container.

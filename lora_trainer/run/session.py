@@ -13,6 +13,8 @@ from rich.console import Console
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.hardware import describe_idle_gpus
+from lora_trainer.core.launch import cpu_requested
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic
@@ -71,6 +73,9 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
+    another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
+    if processes.world == 1 and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
+        order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)

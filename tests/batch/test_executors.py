@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_trainer.batch.executors import local
+from lora_trainer.core import hardware
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ def test_gpus_keep_the_names_from_the_user(named, count, gpus, monkeypatch):
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    assert local.visible_gpus() == gpus
+    assert hardware.visible_gpus() == gpus
 
 
 def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):

@@ -17,7 +17,7 @@ from lora_trainer.batch.stores import store_of
 from lora_trainer.batch.worker import SAFE, work
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
-from lora_trainer.core.hardware import available_cpus
+from lora_trainer.core.hardware import available_cpus, visible_gpus
 from lora_trainer.core.interrupt import end_quickly, listening, signal_itself
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Family
@@ -108,15 +108,6 @@ def worker_environment(index: int, workers: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in os.environ:
         found["OMP_NUM_THREADS"] = str(max(1, available_cpus() // workers))
     return found
-
-
-def visible_gpus() -> list[str]:
-    """The names of the GPUs that this process may use. Loads torch."""
-    import torch
-
-    count = torch.cuda.device_count()
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return named[:count] if named else [str(index) for index in range(count)]
 
 
 def _work_alone(output: str, environment: dict[str, str]) -> None:
