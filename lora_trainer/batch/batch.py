@@ -174,7 +174,8 @@ def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     store = store_of(output)
     store.give_back_lost()
     jobs = named_jobs(store, names, "Retry") if names else store.read_jobs()
-    again = [job for job in jobs if is_open(job, store, ("failed", "stopped", "refused", "cancelled"))]
+    ended_badly = ("failed", "stopped", "refused", "cancelled")
+    again = [job for job in jobs if job.retry_in is not None or is_open(job, store, ended_badly)]
     finished = [job for job in jobs if job not in again and job.status in ("refused", "unresolved")]
     if names and finished:
         fix = "Rename or delete the folder of its run, and retry it then."

@@ -203,14 +203,12 @@ class JobFiles:
     def enlist(self, jobs: Sequence[NewJob]) -> None:
         states = {state.job.name: state.job for state in self._states()}
         changed = [job for job in jobs if self._is_new(job)]
-        status = {job.name: states[job.name].status for job in changed if job.name in states}
-        if running := [name for name in status if status[name] == "running"]:
+        if running := [job.name for job in changed if job.name in states and states[job.name].status == "running"]:
             fix = "Wait for it, or stop it with: lora-trainer batch cancel"
             raise UsageError([Problem(f"{name} runs now, with other settings or images.", fix) for name in running])
         for job in changed:
-            if status.get(job.name) not in ("done", "unresolved"):  # their LoRAs are of what the file says
-                path, document = self.folder / job.name / JOB, _whole(job)
-                write_with_retry(JOB, self.output, partial(write_json, path, document))
+            path, document = self.folder / job.name / JOB, _whole(job)
+            write_with_retry(JOB, self.output, partial(write_json, path, document))
         named = {job.name for job in jobs}
         listed = [{"name": job.name, "data": str(job.data), "priority": job.priority} for job in jobs]
         kept = {name for name, job in states.items() if job.status != "waiting"} - named

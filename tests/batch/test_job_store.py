@@ -246,3 +246,55 @@ def test_notes_are_kept(new_store):
     assert store.read_note("root") is None
     store.write_note("root", {"a": [1, "ü"]})
     assert store.read_note("root") == {"a": [1, "ü"]}
+
+
+def test_higher_priorities_begin_first(new_store, tmp_path):
+    store = new_store()
+    store.enlist(
+        [NewJob(name, tmp_path / name, priority) for name, priority in (("a", 0), ("b", -1), ("c", 5), ("d", 5))]
+    )
+    assert [claimed(store).name for _ in range(4)] == ["c", "d", "a", "b"]
+    assert [job.name for job in store.read_jobs()] == ["a", "b", "c", "d"], "they are shown in their order"
+
+
+def test_a_failed_training_is_repeated_after_a_pause(new_store, monkeypatch):
+    store = new_store("one", "two")
+    store.write_note(job_store.RETRIES, 2)
+    out_of_memory = Ending(5, "Out of memory.", NONE)
+    assert store.finish(claimed(store), out_of_memory) == "waiting"
+    assert store.finish(claimed(store), Ending(1, "a bug", NONE)) == "failed", "which would be the same again"
+    assert store.claim() is None, "the pause is not over"
+    one, two = store.read_jobs()
+    assert (one.status, one.exit_code, one.reason, two.retry_in) == ("waiting", 5, "Out of memory.", None)
+    assert one.retry_in is not None
+    assert 50 < one.retry_in <= 60
+    monkeypatch.setattr(job_store, "FIRST_RETRY", 0.0)
+    store.put_back(["one"])
+    assert store.read_jobs()[0].retry_in is None
+    endings = [store.finish(claimed(store, "one"), out_of_memory) for _ in range(3)]
+    assert endings == ["waiting", "waiting", "failed"]
+    assert store.read_jobs()[0].attempts == 4
+
+
+def test_pauses_double_up_to_an_hour():
+    assert [job_store.retry_wait(failures) for failures in (1, 2, 3, 6, 7, 100)] == [60, 120, 240, 1920, 3600, 3600]
+
+
+def test_a_death_is_a_failure_to_be_repeated(new_store):
+    store = new_store("one")
+    store.write_note(job_store.RETRIES, 1)
+    with held_by(store, dead_holder()):
+        claimed(store)
+    store.give_back_lost()
+    (job,) = store.read_jobs()
+    assert job.status == "waiting"
+    assert job.retry_in is not None
+    assert store.claim() is None
+
+
+def test_a_cancelled_job_is_not_repeated(new_store):
+    store = new_store("one")
+    store.write_note(job_store.RETRIES, 1)
+    job = claimed(store)
+    store.cancel(["one"])
+    assert store.finish(job, Ending(5, "Out of memory.", NONE)) == "cancelled"

@@ -220,6 +220,17 @@ int rename(const char *from, const char *to) { return rename_at(AT_FDCWD, from, 
 int renameat(int a, const char *from, int b, const char *to) { return rename_at(a, from, b, to, 0); }
 int renameat2(int a, const char *from, int b, const char *to, unsigned flags) { return rename_at(a, from, b, to, flags); }
 
+int linkat(int from_folder, const char *from, int to_folder, const char *to, int flags) {
+    char one[PATH], two[PATH];
+    whole(from_folder, from, one);
+    whole(to_folder, to, two);
+    if (watched(two)) STOP("link", two, 1, -1);
+    int failed = REAL(linkat)(from_folder, from, to_folder, to, flags);
+    if (!failed && watched(two)) moved(one, two); /* the name that stays */
+    return failed;
+}
+int link(const char *from, const char *to) { return linkat(AT_FDCWD, from, AT_FDCWD, to, 0); }
+
 int mkdirat(int folder, const char *path, mode_t mode) {
     char full[PATH];
     whole(folder, path, full);

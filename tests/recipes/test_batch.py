@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.batch import job_store, queue, worker
+from lora_trainer.batch import job_files, job_store, queue, worker
 from lora_trainer.batch.job_store import Ending, NewJob
 from lora_trainer.batch.queue import JobQueue
+from lora_trainer.batch.stores import store_of
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core.interrupt import signalled
+from lora_trainer.core.io import write_json
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.run.train import RunResult
 from lora_trainer.training import fallbacks
 from tests.recipes.recipe import QUICK, contents, draw_images, exported, patched, record, rows, save_tiny_model
 
@@ -281,7 +284,12 @@ def test_a_stopped_batch_resumes(name, code, night, steps_trained, capsys):
 def test_workers_take_the_jobs_of_a_queue_that_was_only_filled(night, capsys):
     shutil.rmtree(night.root / "cedar")
     assert night.run("--jobs", "0") == 0
-    assert (night.document()["waiting"], len(contents(night.output))) == (2, 2), "only the queue and its summary"
+    assert night.document()["waiting"] == 2
+    assert {path.name for path in night.output.iterdir()} == {"jobs", "batch.json"}
+    file = json.loads((night.output / "jobs" / "birch" / "job.json").read_text("utf-8"))
+    assert (file["config"]["train"]["max_steps"], file["origins"]["train.max_steps"]) == (STEPS, "--max-steps")
+    assert len(file["data_hash"]) == 64
+    assert set(file["cache_keys"]) == {"images", "texts"}
     assert f"lora-trainer batch work {night.output}" in capsys.readouterr().out
     with patched(Trackers, "steps", in_run("ash", 1, lambda: signal.raise_signal(signal.SIGTERM))):
         assert main(["batch", "work", str(night.output)]) == 143
@@ -381,6 +389,101 @@ def test_wrong_arguments_of_a_worker(arguments, expected, capsys):
     assert expected in " ".join(capsys.readouterr().err.split())
 
 
+def quick_training(seen: list[Config], code: int = 0) -> Callable[[Any], RunResult]:
+    """A fake training that writes a record and keeps its settings."""
+
+    def train(order: Any) -> RunResult:
+        seen.append(order.config)
+        order.folder.mkdir(exist_ok=True)
+        write_json(order.folder / "run.json", {"status": "done", "scores": {"dataset": 1.0, "lora": 1.0}})
+        return RunResult(order.folder, {"scores": {"dataset": 1.0, "lora": 1.0}, "reason": None}, code)
+
+    return train
+
+
+def test_each_config_is_a_job(night, tmp_path, capsys):
+    """Two of one dataset; a flag has precedence, as over --config, and names and places are the batch's."""
+    for rank, settings in ((8, "[run]\nname = 'x'\noutput = 'elsewhere'\npriority = 1"), (32, "[train]\nseed = 7")):
+        (tmp_path / f"rank{rank}.toml").write_text(f"[lora]\nrank = {rank}\nalpha = 2\n{settings}\n", encoding="utf-8")
+    configs = [str(tmp_path / f"rank{rank}.toml") for rank in (32, 8)]
+    data, seen = ["--data", str(night.root / "ash")], list[Config]()
+    arguments = [each for each in night.arguments("--set", "lora.alpha=1", *data) if each != str(night.root)]
+    at = arguments.index("lora.rank=4")
+    del arguments[at - 1 : at + 1]
+    with patched(worker, "train", quick_training(seen)):
+        assert main([*arguments, "--configs", *configs]) == 0
+    assert night.jobs("status") == {"rank32": "done", "rank8": "done"}
+    assert [(each.run.name, each.lora.rank, each.lora.alpha, each.train.seed) for each in seen] == [
+        ("rank8", 8, 1, Config().train.seed),
+        ("rank32", 32, 1, 7),
+    ], "the higher priority first"
+    assert {each.run.output for each in seen} == {str(night.output)}
+    assert night.jobs("data") == {"rank32": configs[0], "rank8": configs[1]}
+    assert "batch of 2 configs, 2 to run" in capsys.readouterr().out
+    assert main([*arguments, "--configs", str(tmp_path / "a.toml"), str(tmp_path / "b" / "A.toml")]) == 2
+    refused = " ".join(capsys.readouterr().err.split())
+    assert "would both become the run A" in refused
+    assert refused.count("does not exist") == 2
+
+
+def test_one_job_is_worked_on_by_its_name(night, capsys):
+    """As an engine does, with the exit code of the job."""
+    assert night.run("--jobs", "0", "--retries", "1") == 0
+    work, seen = ["batch", "work", str(night.output), "--job"], list[Config]()
+    with patched(worker, "train", quick_training(seen, 5)):
+        assert main([*work, "birch"]) == 5
+    assert night.jobs("status") == {"ash": "waiting", "birch": "waiting", "cedar": "waiting"}
+    (birch,) = [job for job in store_of(night.output).read_jobs() if job.retry_in is not None]
+    assert birch.name == "birch"
+    assert main(["batch", "retry", str(night.output), "birch"]) == 0
+    with patched(worker, "train", quick_training(seen, 4)):
+        assert main([*work, "birch"]) == 4
+        assert main([*work, "birch"]) == 4, "it is not run again"
+    with patched(job_files, "this_process", lambda **named: json.dumps(["elsewhere", 1, 1.0])):
+        assert store_of(night.output).claim("ash") is not None
+    capsys.readouterr()
+    assert main([*work, "ash"]) == 0
+    assert "ash: another process trains it" in capsys.readouterr().out
+    assert [(each.run.name, each.run.output) for each in seen] == [("birch", str(night.output))] * 2
+    assert main([*work, "birsch"]) == 2
+    assert "Did you mean birch?" in capsys.readouterr().err
+
+
+def test_a_worker_refuses_data_that_is_not_what_was_submitted(night, capsys):
+    for name in ("birch", "cedar"):
+        shutil.rmtree(night.root / name)
+    assert night.run("--jobs", "0") == 0
+    caption = next(iter(sorted((night.root / "ash").glob("*.txt"))))
+    caption.write_text("another caption", encoding="utf-8")
+    seen, work = list[Config](), ["batch", "work", str(night.output)]
+    with patched(worker, "train", quick_training(seen)):
+        assert main([*work, "--job", "ash"]) == 2
+        assert not seen
+        assert "images or captions of ash" in night.jobs("reason")["ash"]
+        assert night.run("--jobs", "0", "--resume") == 0, "with the data as it is now"
+        assert main(["batch", "retry", str(night.output), "ash"]) == 0
+        assert main(work) == 0
+    assert night.jobs("status") == {"ash": "done"}
+    with patched(job_files, "__version__", "99.1"):
+        shutil.rmtree(night.output / "ash")
+        assert night.run("--jobs", "0", "--resume") == 0
+    assert night.jobs("status") == {"ash": "waiting"}
+    capsys.readouterr()
+    assert main(work) == 2
+    assert "ash is a job for lora-trainer 99.1" in capsys.readouterr().err
+    assert night.jobs("status") == {"ash": "waiting"}
+
+
+def test_an_idle_gpu_is_named(night, monkeypatch, capsys):
+    """Only the number of GPUs is simulated."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    shutil.rmtree(night.root / "cedar")
+    with patched(worker, "train", quick_training([])):
+        assert night.run() == 0
+    assert "GPUs 1, 2 are idle. Use all with: --jobs 2" in capsys.readouterr().out
+
+
 def test_an_error_in_one_job_stops_no_other(night):
     true = worker.train
 
@@ -428,6 +531,12 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
             "where nothing is written",
         ),
         "data": ([str(night.root), *output, "--data", "x"], "--data is not for a batch"),
+        "ROOT and configs": ([str(night.root), *output, "--configs", "a.toml"], "or --configs, not both"),
+        "no executor": ([str(night.root), *output, "--executor", "slurn"], "There is no executor slurn."),
+        "no such option": ([str(night.root), *output, "--executor-option", "a=b"], "takes no --executor-option"),
+        "half an option": ([str(night.root), *output, "--executor-option", "a"], "is not KEY=VALUE"),
+        "negative retries": ([str(night.root), *output, "--retries", "-1"], "--retries is -1, must be at least 0"),
+        "a job": ([str(night.root), *output, "--job", "ash"], "--job is for batch work"),
         "a name": ([str(night.root), *output, "--name", "x"], "--name is not for a batch"),
         "negative jobs": ([str(night.root), *output, "--jobs", "-1"], "--jobs is -1, must be at least 0"),
         "no state": (

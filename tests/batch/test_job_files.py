@@ -1,0 +1,194 @@
+"""A batch as files on a disk that machines share: what no lock and no clock of a machine has a part in."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.batch import job_files, job_store
+from lora_trainer.batch.job_files import JobFiles
+from lora_trainer.batch.job_store import Ending, NewJob
+from lora_trainer.core.errors import UsageError
+from lora_trainer.monitor.progress import Progress
+from tests.batch.childs_work import claim_and_hang, take_all
+from tests.recipes.recipe import contents
+
+ELSEWHERE = json.dumps(["elsewhere", 1, 1.0, "another start"])
+DONE = Ending(0, None, {"dataset": 1.0, "lora": 1.0})
+
+
+def new_job(name: str, **config: object) -> NewJob:
+    return NewJob(name, Path("/data", name), document={"config": config})
+
+
+def new_files(output: Path, *names: str) -> JobFiles:
+    store = JobFiles(output)
+    store.enlist([new_job(name) for name in names])
+    return store
+
+
+def start(work: Callable[..., None], *arguments: str) -> Any:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+def take_with_processes(output: Path, count: int, jobs: int) -> None:
+    """Several processes empty one store: each job once."""
+    names = [f"job {number:03d}" for number in range(jobs)]
+    store = new_files(output / "batch", *names)
+    lists = [output / f"taken {number}" for number in range(count)]
+    processes = [start(take_all, str(output / "batch"), str(taken)) for taken in lists]
+    for process in processes:
+        process.join(300)
+        assert process.exitcode == 0
+    taken = sorted(line for path in lists for line in path.read_text("utf-8").splitlines())
+    assert taken == [f"{name} 1" for name in names]
+    assert {job.status for job in store.read_jobs()} == {"done"}
+
+
+def test_processes_never_take_the_same_job(tmp_path: Path) -> None:
+    take_with_processes(tmp_path, 2, 25)
+
+
+@pytest.mark.slow
+def test_many_processes_never_take_the_same_of_many_jobs(tmp_path: Path) -> None:
+    take_with_processes(tmp_path, 6, 200)
+
+
+def test_the_job_of_a_killed_process_is_claimed_by_another(tmp_path: Path) -> None:
+    store = new_files(tmp_path, "one")
+    process = start(claim_and_hang, str(tmp_path))
+    while store.read_jobs()[0].status != "running":
+        time.sleep(0.02)
+    assert store.claim() is None, "it lives"
+    process.kill()
+    process.join()
+    job = store.claim()
+    assert job is not None
+    assert job.attempts == 2
+
+
+def test_the_age_of_a_claim_is_measured_by_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine's clock is a day ahead, and nothing changes; silence on the disk does."""
+    store = new_files(tmp_path, "one")
+    monkeypatch.setattr(job_files, "this_process", lambda **named: ELSEWHERE)
+    job = store.claim()
+    assert job is not None
+    true = time.time
+    monkeypatch.setattr(time, "time", lambda: true() + 86400)
+    store.give_back_lost()
+    assert store.read_claim(job) == "held"
+    store.report_progress(job, Progress("training", 3, 9, 0.5))
+    for silence, claim in ((job_store.SILENT_SECONDS - 20, "held"), (job_store.SILENT_SECONDS + 5, "lost")):
+        then = true() - silence
+        os.utime(tmp_path / "jobs" / "one" / "0001.json", (then, then))
+        os.utime(tmp_path / "jobs" / "one" / "progress-0001.json", (then, then))
+        seen_again = JobFiles(tmp_path)
+        seen_again.give_back_lost()
+        assert seen_again.read_claim(job) == claim
+    assert JobFiles(tmp_path).read_jobs()[0].status == "waiting"
+
+
+def test_a_machine_with_the_same_name_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share a host's name: the number of a process says nothing then."""
+    store = new_files(tmp_path, "one")
+    host, *_ = json.loads(job_store.this_process())
+    monkeypatch.setattr(job_files, "this_process", lambda **named: json.dumps([host, 1, 1.0, "another start"]))
+    job = store.claim()
+    assert job is not None
+    store.give_back_lost()
+    assert store.read_claim(job) == "held"
+
+
+def test_submitting_the_same_again_changes_nothing(tmp_path: Path) -> None:
+    store = new_files(tmp_path, "one", "two")
+    store.write_note("root", "a")
+    before = contents(tmp_path)
+    JobFiles(tmp_path).enlist([new_job("one"), new_job("two")])
+    store.write_note("root", "a")
+    assert contents(tmp_path) == before
+
+
+def test_a_job_is_replaced_until_it_runs(tmp_path: Path) -> None:
+    store = new_files(tmp_path, "one", "two", "three")
+    store.enlist([new_job("one", rank=8), new_job("two"), new_job("three")])
+    assert store.read_document("one")["config"] == {"rank": 8}
+    first, second = store.claim(), store.claim()
+    assert first is not None
+    assert second is not None
+    store.finish(second, DONE)
+    before = contents(tmp_path)
+    changed = [new_job("one", rank=16), new_job("two", rank=16), new_job("three", rank=16)]
+    with pytest.raises(UsageError, match="one runs now, with other settings"):
+        store.enlist(changed)
+    assert contents(tmp_path) == before, "nothing is half submitted"
+    store.finish(first, Ending(143, "stopped by a signal", {}))
+    store.enlist(changed)
+    assert [store.read_document(name)["config"] for name in ("one", "two", "three")] == [{"rank": 16}] * 3
+    assert [job.status for job in store.read_jobs()] == ["stopped", "done", "waiting"]
+
+
+def test_a_job_for_another_version_of_the_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_files(tmp_path, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(job_files, "__version__", "99.1")
+        with pytest.raises(UsageError, match=r"Install that here: pip install lora-trainer=="):
+            store.claim()
+    assert store.claim() is not None
+
+
+def test_a_disk_without_hard_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(UsageError, match="It needs a disk with hard links"):
+        JobFiles(tmp_path)
+
+
+def test_a_lost_answer_of_the_disk_is_no_second_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk makes the link, its answer is lost, and asking again finds the name taken: by this process."""
+    store = new_files(tmp_path, "one")
+    true = os.link
+
+    def link(*arguments: Any) -> None:
+        true(*arguments)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "link", link)
+    job = store.claim()
+    assert job is not None
+    assert store.read_claim(job) == "held"
+
+
+def test_a_job_whose_file_is_missing_is_named(tmp_path: Path) -> None:
+    store = new_files(tmp_path, "one")
+    (tmp_path / "jobs" / "one" / "job.json").unlink()
+    with pytest.raises(UsageError, match=r"job\.json cannot be read"):
+        store.claim()
+
+
+def test_jobs_keep_their_progress_when_they_end(tmp_path: Path) -> None:
+    store = new_files(tmp_path, "one")
+    job = store.claim()
+    assert job is not None
+    assert job.claimed is not None
+    store.report_progress(job, Progress("training", 4, 9, 0.25, val_loss=0.5))
+    (shown,) = store.read_jobs()
+    assert (shown.phase, shown.step, shown.total, shown.loss, shown.val_loss) == ("training", 4, 9, 0.25, 0.5)
+    store.finish(job, DONE)
+    for seen in (store, JobFiles(tmp_path)):
+        (shown,) = seen.read_jobs()
+        assert (shown.phase, shown.step, shown.status, shown.scores) == (None, 4, "done", DONE.scores)
+        assert replace(shown, seconds=0.0, step=None, total=None, loss=None, val_loss=None) == replace(
+            job, status="done", exit_code=0, claimed=None, scores=DONE.scores
+        )
