@@ -289,17 +289,21 @@ def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:
     store = make_store(order.output, shared=order.is_shared)
     if isinstance(store, JobFiles):
         jobs = with_hashes(jobs)
-    store.write_note(ROOT, str(order.root.resolve()) if order.root else None)
-    store.write_note(SHARED, order.shared.to_json())
-    store.write_note(TOGETHER, order.together)
-    store.write_note(RETRIES, order.retries)
-    store.write_note(WAIT_MINUTES, order.resolved.config.checkpoint.wait_minutes)
-    store.enlist(jobs)
+    notes = {
+        ROOT: str(order.root.resolve()) if order.root else None,
+        SHARED: order.shared.to_json(),
+        TOGETHER: order.together,
+        RETRIES: order.retries,
+        WAIT_MINUTES: order.resolved.config.checkpoint.wait_minutes,
+    }
+    store.enlist(jobs, notes)
     store.give_back_lost()
     # Who fills the queue again and again, such as a CronJob, must not repeat the same failure each time.
     again = ("failed", "stopped", "refused") if order.options.jobs else ("stopped",)
     names = {job.name for job in jobs}
-    store.put_back([job.name for job in store.read_jobs() if job.name in names and is_open(job, store, again)])
+    known = [job for job in store.read_jobs() if job.name in names]
+    pauses = order.options.jobs == 0  # which they keep
+    store.put_back(job.name for job in known if is_open(job, store, again) or (job.retry_in is not None and not pauses))
     return store
 
 

@@ -200,19 +200,26 @@ class JobFiles:
             message = f"{path} cannot be read on {socket.gethostname()} ({error})."
             raise UsageError(Problem(message, "Submit the batch again, with --resume.")) from error
 
-    def enlist(self, jobs: Sequence[NewJob]) -> None:
+    def enlist(self, jobs: Sequence[NewJob], notes: Mapping[str, Any] | None = None) -> None:
         states = {state.job.name: state.job for state in self._states()}
-        changed = [job for job in jobs if self._is_new(job)]
-        if running := [job.name for job in changed if job.name in states and states[job.name].status == "running"]:
+        running = {name for name, job in states.items() if job.status == "running"}
+        if wrong := [job.name for job in jobs if job.name in running and self._is_new(job, "data_hash")]:
             fix = "Wait for it, or stop it with: lora-trainer batch cancel"
-            raise UsageError([Problem(f"{name} runs now, with other settings or images.", fix) for name in running])
-        for job in changed:
+            raise UsageError([Problem(f"{name} runs now, with other settings.", fix) for name in wrong])
+        for job in jobs:
+            if job.name in running or not self._is_new(job):
+                continue  # images that are added while it runs are for a later submission
             path, document = self.folder / job.name / JOB, _whole(job)
             write_with_retry(JOB, self.output, partial(write_json, path, document))
         named = {job.name for job in jobs}
         listed = [{"name": job.name, "data": str(job.data), "priority": job.priority} for job in jobs]
         kept = {name for name, job in states.items() if job.status != "waiting"} - named
-        self._change_batch(lambda batch: {"jobs": listed + [each for each in batch["jobs"] if each["name"] in kept]})
+
+        def change(batch: Mapping[str, Any]) -> dict[str, Any]:
+            others = [each for each in batch["jobs"] if each["name"] in kept]
+            return {"jobs": [*listed, *others], "notes": {**batch["notes"], **(notes or {})}}
+
+        self._change_batch(change)
 
     def put_back(self, names: Iterable[str]) -> None:
         for name in names:
@@ -281,12 +288,14 @@ class JobFiles:
             now = write_with_retry(FOLDER, self.output, self._now)
         return [self._shown(state, now) for state in states]
 
-    def _is_new(self, job: NewJob) -> bool:
-        """Whether a job has no file yet, or one with other content."""
+    def _is_new(self, job: NewJob, *ignored: str) -> bool:
+        """Whether a job has no file yet, or one with other content, but for `ignored` keys."""
         try:
-            return bool(read_json(self.folder / job.name / JOB) != json.loads(json.dumps(_whole(job))))
+            before = read_json(self.folder / job.name / JOB)
         except (OSError, ValueError):
             return True
+        now = json.loads(json.dumps(_whole(job)))
+        return any(before.get(key) != now.get(key) for key in before.keys() | now.keys() if key not in ignored)
 
     def _log(self, name: str) -> NumberedLog:
         return self._logs.setdefault(name, NumberedLog(self.folder / name))

@@ -105,8 +105,8 @@ class JobStore(Protocol):
 
     output: Path
 
-    def enlist(self, jobs: Sequence[NewJob]) -> None:
-        """Make the store hold these jobs in this order.
+    def enlist(self, jobs: Sequence[NewJob], notes: Mapping[str, Any] | None = None) -> None:
+        """Make the store hold these jobs in this order, and these notes, all or nothing.
 
         Known jobs keep their state; of jobs that are not named any more, only those that began are kept.
         """

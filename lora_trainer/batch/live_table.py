@@ -102,6 +102,8 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
         style = STYLES.get(job.status, "dim")
         phase = "stopping" if job.cancelled else job.phase
         status = f"{job.status}: {phase}" if job.status == "running" and phase else job.status
+        if job.retry_in is not None:
+            status = f"{job.status}: again in {duration(job.retry_in)}"
         cells = (
             job.name,
             status,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
@@ -123,8 +123,10 @@ class JobQueue:
         """None: settings of a folder may be corrected until its job begins."""
 
     @patiently
-    def enlist(self, jobs: Sequence[NewJob]) -> None:
+    def enlist(self, jobs: Sequence[NewJob], notes: Mapping[str, Any] | None = None) -> None:
         with _writing(self.path) as connection:
+            rows = [(key, json.dumps(value)) for key, value in (notes or {}).items()]
+            connection.executemany("INSERT OR REPLACE INTO batch VALUES (?, ?)", rows)
             for position, job in enumerate(jobs):
                 connection.execute(
                     "INSERT INTO jobs (name, position, data, priority) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.batch.job_store import COUNTED, ROOT, JobStore, QueuedJob
+from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import write_json
 from lora_trainer.report.failures import Failures, failures_of
 
@@ -21,7 +23,7 @@ def write_summary(store: JobStore) -> None:
     """
     root, output, written = store.read_note(ROOT), store.output, None
     while (now := summary(store.read_jobs(), output, root)) != written:
-        write_json(output / FILE, now)
+        write_with_retry(FILE, output, partial(write_json, output / FILE, now))
         written = now
 
 

@@ -12,7 +12,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError, nearest
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
   lora-trainer batch ./customers --preset 12gb --output night --together 4
-  lora-trainer batch --configs rank8.toml rank32.toml --data cat --output night
+  lora-trainer batch --configs rank8.toml rank32.toml --output night
   lora-trainer batch ./customers --preset 12gb --output night --resume
   lora-trainer batch status night --json
   lora-trainer batch cancel night ash birch

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.batch import job_files, job_store
+from lora_trainer.batch import job_files, job_store, worker
 from lora_trainer.batch.job_files import JobFiles
 from lora_trainer.batch.job_store import Ending, NewJob
 from lora_trainer.core.errors import UsageError
@@ -137,6 +139,20 @@ def test_a_job_is_replaced_until_it_runs(tmp_path: Path) -> None:
     assert [job.status for job in store.read_jobs()] == ["stopped", "done", "waiting"]
 
 
+def test_images_that_are_added_while_a_job_runs_change_it_later(tmp_path: Path) -> None:
+    """Who fills the store again and again, such as a CronJob, is not stopped by them."""
+    store = JobFiles(tmp_path)
+    one, more = (NewJob("one", tmp_path, document={"data_hash": each}) for each in ("a", "b"))
+    store.enlist([one])
+    job = store.claim()
+    assert job is not None
+    store.enlist([more, new_job("two")])
+    assert store.read_document("one")["data_hash"] == "a"
+    store.finish(job, Ending(143, "stopped by a signal", {}))
+    store.enlist([more, new_job("two")])
+    assert store.read_document("one")["data_hash"] == "b"
+
+
 def test_a_job_for_another_version_of_the_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_files(tmp_path, "one")
     with monkeypatch.context() as patch:
@@ -192,3 +208,23 @@ def test_jobs_keep_their_progress_when_they_end(tmp_path: Path) -> None:
         assert replace(shown, seconds=0.0, step=None, total=None, loss=None, val_loss=None) == replace(
             job, status="done", exit_code=0, claimed=None, scores=DONE.scores
         )
+
+
+def test_a_holder_that_the_disk_does_not_hear_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may take its job after two minutes: what it would still write is theirs."""
+    store = new_files(tmp_path, "one")
+    job = store.claim()
+    assert job is not None
+    for name, seconds in (("LOOK_SECONDS", 0.01), ("BEAT_SECONDS", 0.01), ("SILENT_SECONDS", 0.1)):
+        monkeypatch.setattr(worker, name, seconds)
+    stopped = threading.Event()
+    with worker.keeping(store, job, stopped.set) as kept:
+        assert not stopped.wait(0.3)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "touch", refuse)
+            assert stopped.wait(20)
+    assert kept.is_over
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")

@@ -482,6 +482,10 @@ def test_an_idle_gpu_is_named(night, monkeypatch, capsys):
     with patched(worker, "train", quick_training([])):
         assert night.run() == 0
     assert "GPUs 1, 2 are idle. Use all with: --jobs 2" in capsys.readouterr().out
+    shutil.rmtree(night.output)
+    shutil.rmtree(night.root / "birch")
+    assert night.run() == 0
+    assert "GPUs 1, 2 are idle. Train another LoRA there: put CUDA_VISIBLE_DEVICES=1" in night.log("ash")
 
 
 def test_an_error_in_one_job_stops_no_other(night):
