@@ -36,4 +36,4 @@ def test_every_operation(tmp_path: Path, checkout: Path, tell: Callable[[Row], N
 
 
 def test_some_operations(tmp_path: Path, checkout: Path, tell: Callable[[Row], None]) -> None:
-    tell(run(tmp_path, checkout, 17))
+    tell(run(tmp_path, checkout, 23))
