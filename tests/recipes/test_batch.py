@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lora_trainer.batch import job_files, job_store, queue, worker
 from lora_trainer.batch.job_store import Ending, NewJob
@@ -20,6 +21,7 @@ from lora_trainer.batch.queue import JobQueue
 from lora_trainer.batch.stores import store_of
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
+from lora_trainer.core import hardware
 from lora_trainer.core.interrupt import signalled
 from lora_trainer.core.io import write_json
 from lora_trainer.models import FAMILIES, kept
@@ -477,14 +479,14 @@ def test_a_worker_refuses_data_that_is_not_what_was_submitted(night, capsys):
 def test_an_idle_gpu_is_named(night, monkeypatch, capsys):
     """Only the number of GPUs is simulated."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     shutil.rmtree(night.root / "cedar")
-    with patched(worker, "train", quick_training([])):
+    with patched(torch.cuda, "device_count", lambda: 3), patched(worker, "train", quick_training([])):
         assert night.run() == 0
     assert "GPUs 1, 2 are idle. Use all with: --jobs 2" in capsys.readouterr().out
     shutil.rmtree(night.output)
     shutil.rmtree(night.root / "birch")
-    assert night.run() == 0
+    with patched(hardware, "visible_gpus", lambda: ["0", "1", "2"]):
+        assert night.run() == 0
     assert "GPUs 1, 2 are idle. Train another LoRA there: put CUDA_VISIBLE_DEVICES=1" in night.log("ash")
 
 
