@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lora_trainer.batch.job_store import (
     CANCELLED,
@@ -71,6 +71,11 @@ class NumberedLog:
         with self._lock:
             while (entry := self._read(len(self._known) + 1)) is not None:
                 self._known.append(entry)
+            return list(self._known)
+
+    def known(self) -> list[Entry]:
+        """Those of the last `read`."""
+        with self._lock:
             return list(self._known)
 
     def append(self, document: Mapping[str, Any], after: int) -> bool:
@@ -159,6 +164,11 @@ def after_ending(state: JobState, document: Mapping[str, Any], now: float) -> Jo
     return replace(state, job=replace(job, status="waiting"), failures=failures, ready=now + pause)
 
 
+def state_of(job: QueuedJob, entries: Sequence[Entry]) -> JobState:
+    """The state of a listed job after these entries."""
+    return reduce(state_after, entries, JobState(QueuedJob(job.name, job.data, priority=job.priority)))
+
+
 def holds(state: JobState, job: QueuedJob) -> bool:
     """Whether a claimed job is still that of its claim."""
     return state.job.status == "running" and state.job.attempts == job.attempts
@@ -222,42 +232,53 @@ class JobFiles:
         self._change_batch(change)
 
     def put_back(self, names: Iterable[str]) -> None:
-        for name in names:
+        for job in self._named(names):
             self._append(
-                name, lambda state: state.job.status not in ("running", "waiting") or bool(state.ready), "put back"
+                job, lambda state: state.job.status not in ("running", "waiting") or bool(state.ready), "put back"
             )
 
     def claim(self, name: str | None = None) -> QueuedJob | None:
-        states = self._give_back_lost()
+        """As in `JobStore`. Jobs that had ended are read again only where no other may begin: thousands cost time on a network disk."""
+        listed = [job for job in self._listed() if name in (None, job.name)]
+        listed.sort(key=lambda job: -job.priority)  # else in their order
         now = write_with_retry(FOLDER, self.output, self._now)
-        for state in sorted(states, key=lambda state: -state.job.priority):  # else in their order
-            if name not in (None, state.job.name) or not can_begin(state, now):
-                continue
-            program = self.read_document(state.job.name).get("program")
-            if program != __version__:
-                message = f"{state.job.name} is a job for lora-trainer {program}, and this is {__version__}."
-                fix = (
-                    f"Install that here: pip install lora-trainer=={program}. Or submit the batch again with --resume."
-                )
-                raise UsageError(Problem(message, fix))
-            holder = this_process(shared=True)
-            if claimed := self._append(state.job.name, lambda found: can_begin(found, now), "claimed", holder=holder):
-                return claimed.job
+        for known in ({"waiting", "running"}, set(get_args(Status))):
+            for job in listed:
+                if state_of(job, self._log(job.name).known()).job.status not in known:
+                    continue
+                state: JobState | None = write_with_retry(FOLDER, self.output, partial(self._state, job))
+                if state and state.job.status == "running":
+                    state = self._after_loss(state, now)
+                if state and can_begin(state, now) and (claimed := self._claim(state, now)) is not None:
+                    return claimed.job
         return None
 
+    def _claim(self, state: JobState, now: float) -> JobState | None:
+        """Claim a job; None where another process was first. Raises UsageError for one of another version."""
+        program = self.read_document(state.job.name).get("program")
+        if program != __version__:
+            message = f"{state.job.name} is a job for lora-trainer {program}, and this is {__version__}."
+            fix = f"Install that here: pip install lora-trainer=={program}. Or submit the batch again with --resume."
+            raise UsageError(Problem(message, fix))
+        holder = this_process(shared=True)
+        return self._append(state.job, lambda found: can_begin(found, now), "claimed", holder=holder)
+
     def give_back_lost(self) -> None:
-        self._give_back_lost()
+        running = [state for state in self._states() if state.job.status == "running"]
+        now = write_with_retry(FOLDER, self.output, self._now) if running else 0.0
+        for state in running:
+            self._after_loss(state, now)
 
     def cancel(self, names: Iterable[str]) -> None:
-        self._give_back_lost()
-        for name in names:
+        self.give_back_lost()
+        for job in self._named(names):
             self._append(
-                name, lambda state: state.job.status in ("waiting", "running") and not state.job.cancelled, "cancelled"
+                job, lambda state: state.job.status in ("waiting", "running") and not state.job.cancelled, "cancelled"
             )
 
     def finish(self, job: QueuedJob, ending: Ending) -> Status | None:
         retries = self.read_note(RETRIES) or 0
-        ended = self._append(job.name, lambda state: holds(state, job), "ended", **asdict(ending), retries=retries)
+        ended = self._append(job, lambda state: holds(state, job), "ended", **asdict(ending), retries=retries)
         return None if ended is None else ended.job.status
 
     def report_progress(self, job: QueuedJob, progress: Progress) -> None:
@@ -317,15 +338,14 @@ class JobFiles:
 
         write_with_retry(FOLDER, self.output, append)
 
-    def _append(self, name: str, may: Callable[[JobState], bool], event: str, **values: Any) -> JobState | None:
+    def _append(self, job: QueuedJob, may: Callable[[JobState], bool], event: str, **values: Any) -> JobState | None:
         """Make this event the next entry of a job whose state `may` be followed by it; the state then, or None."""
         document = {"id": secrets.token_hex(8), "event": event, **values}
-        listed = next((job for job in self._listed() if job.name == name), QueuedJob(name, Path(name)))
 
         def append() -> JobState | None:
-            while may(state := self._state(listed)):
-                if self._log(name).append(document, state.entries):
-                    return self._state(listed, state.entries + 1)
+            while may(state := self._state(job)):
+                if self._log(job.name).append(document, state.entries):
+                    return self._state(job, state.entries + 1)
             return None
 
         return write_with_retry(FOLDER, self.output, append)
@@ -335,28 +355,27 @@ class JobFiles:
             QueuedJob(each["name"], Path(each["data"]), priority=each["priority"]) for each in self._batch()["jobs"]
         ]
 
+    def _named(self, names: Iterable[str]) -> list[QueuedJob]:
+        listed = {job.name: job for job in self._listed()}
+        return [listed.get(name, QueuedJob(name, Path(name))) for name in names]
+
     def _states(self) -> list[JobState]:
         return write_with_retry(FOLDER, self.output, lambda: [self._state(job) for job in self._listed()])
 
     def _state(self, job: QueuedJob, entries: int | None = None) -> JobState:
         """What the first `entries` of a job's entries say, by default all."""
-        begin = JobState(QueuedJob(job.name, job.data, priority=job.priority))
-        return reduce(state_after, self._log(job.name).read()[:entries], begin)
+        return state_of(job, self._log(job.name).read()[:entries])
 
-    def _give_back_lost(self) -> list[JobState]:
-        states, retries = self._states(), self.read_note(RETRIES) or 0
-        running = [state for state in states if state.job.status == "running"]
-        if not running:
-            return states
-        now = write_with_retry(FOLDER, self.output, self._now)
-        for state in running:
-            alive = state.job.claimed or now
-            with suppress(OSError):  # no progress yet
-                alive = max(alive, self._progress(state.job).stat().st_mtime)
-            if is_dead(state.holder, now - alive):
-                same = partial(holds, job=state.job)
-                self._append(state.job.name, same, "lost", alive=alive, retries=retries)
-        return self._states()
+    def _after_loss(self, state: JobState, now: float) -> JobState | None:
+        """The state of a running job after its claim was found lost; None where its holder lives."""
+        alive = state.job.claimed or now
+        with suppress(OSError):  # no progress yet
+            alive = max(alive, self._progress(state.job).stat().st_mtime)
+        if not is_dead(state.holder, now - alive):
+            return None
+        same, retries = partial(holds, job=state.job), self.read_note(RETRIES) or 0
+        self._append(state.job, same, "lost", alive=alive, retries=retries)
+        return write_with_retry(FOLDER, self.output, partial(self._state, state.job))
 
     def _progress(self, job: QueuedJob) -> Path:
         return self.folder / job.name / f"progress-{job.attempts:04d}.json"
