@@ -73,11 +73,6 @@ class NumberedLog:
                 self._known.append(entry)
             return list(self._known)
 
-    def known(self) -> list[Entry]:
-        """Those of the last `read`."""
-        with self._lock:
-            return list(self._known)
-
     def append(self, document: Mapping[str, Any], after: int) -> bool:
         """Make the entry after the first `after` ones; False where another process was first. Raises OSError.
 
@@ -164,11 +159,6 @@ def after_ending(state: JobState, document: Mapping[str, Any], now: float) -> Jo
     return replace(state, job=replace(job, status="waiting"), failures=failures, ready=now + pause)
 
 
-def state_of(job: QueuedJob, entries: Sequence[Entry]) -> JobState:
-    """The state of a listed job after these entries."""
-    return reduce(state_after, entries, JobState(QueuedJob(job.name, job.data, priority=job.priority)))
-
-
 def holds(state: JobState, job: QueuedJob) -> bool:
     """Whether a claimed job is still that of its claim."""
     return state.job.status == "running" and state.job.attempts == job.attempts
@@ -180,6 +170,7 @@ class JobFiles:
     def __init__(self, output: Path) -> None:
         self.output, self.folder = output, output / FOLDER
         self._logs, self._last_progress = dict[str, NumberedLog](), dict[tuple[str, int], Mapping[str, Any]]()
+        self._seen = dict[str, JobState]()  # of the last look
         try:
             if not self._log(LIST).read():
                 self._log(LIST).append({"id": secrets.token_hex(8), "version": VERSION, "notes": {}, "jobs": []}, 0)
@@ -244,7 +235,7 @@ class JobFiles:
         now = write_with_retry(FOLDER, self.output, self._now)
         for known in ({"waiting", "running"}, set(get_args(Status))):
             for job in listed:
-                if state_of(job, self._log(job.name).known()).job.status not in known:
+                if (seen := self._seen.get(job.name)) is not None and seen.job.status not in known:
                     continue
                 state: JobState | None = write_with_retry(FOLDER, self.output, partial(self._state, job))
                 if state and state.job.status == "running":
@@ -364,7 +355,9 @@ class JobFiles:
 
     def _state(self, job: QueuedJob, entries: int | None = None) -> JobState:
         """What the first `entries` of a job's entries say, by default all."""
-        return state_of(job, self._log(job.name).read()[:entries])
+        begin = JobState(QueuedJob(job.name, job.data, priority=job.priority))
+        state = self._seen[job.name] = reduce(state_after, self._log(job.name).read()[:entries], begin)
+        return state
 
     def _after_loss(self, state: JobState, now: float) -> JobState | None:
         """The state of a running job after its claim was found lost; None where its holder lives."""
