@@ -12,9 +12,10 @@ from lora_trainer.run.settings import settle
 
 EXAMPLES = """examples:
   lora-trainer plan --preset 12gb,quality --set model.family=sdxl
+  lora-trainer plan --preset 24gb --set model.family=sdxl --together 8
   lora-trainer plan --preset 8gb --model ./my-sd15 --data ./images --json
 """
-ALLOWED_WITH_ALL = ("all", "offline", "debug")
+ALLOWED_WITH_ALL = ("all", "offline", "debug", "together")
 WHAT_IF = "show what each single change would gain; takes half a minute or more"
 
 
@@ -25,6 +26,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="every VRAM preset, training preset and family as a Markdown page"
     )
     parser.add_argument("--what-if", action="store_true", help=WHAT_IF)
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="K",
+        help="also plan K such runs on one base model (batch --together)",
+    )
     add_run_arguments(parser, hidden=("--resume", "--dry-run", "--profile"))
 
 
@@ -36,6 +44,8 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
             "--all writes a Markdown page of every VRAM preset, training preset and family, and uses no other flag."
         )
         problems.append(Problem(message, "Remove the other flags, or remove --all to plan one run."))
+    if arguments.together < 1:
+        problems.append(Problem(f"--together is {arguments.together}, must be at least 1.", "1 plans one run."))
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:
@@ -51,17 +61,22 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = settled(presets, user, [], builtin_if_none=model.family is None)
     if explained(arguments, resolved):
         return DONE
+    from lora_trainer.batch.joint_jobs import settings_against
     from lora_trainer.core.imports import OPTIONAL, hide
     from lora_trainer.run.plans.plan import make_plan
 
     hide(OPTIONAL)  # a trace does not need them
     gpu = gpu_if_auto(arguments)
     plan = make_plan(resolved, gpu_gib=gpu, every_setting=arguments.what_if, here=gpu is not None)
+    together = arguments.together if arguments.together > 1 else 0
+    if together and (settings := settings_against(resolved.config)):
+        say(f"batch --together trains such a run alone: {settings}")
+        together = 0
     if arguments.json:
-        sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
+        sys.stdout.write(json.dumps(plan.to_json(together), indent=2) + "\n")
     else:
         from lora_trainer.monitor.console import Console
         from lora_trainer.run.plans.view import show_plan
 
-        show_plan(plan, Console(highlight=False))
+        show_plan(plan, Console(highlight=False), together)
     return WRONG_USAGE if plan.fits is False else DONE

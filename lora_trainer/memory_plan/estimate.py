@@ -138,24 +138,37 @@ class MemoryPlan:
     swappable: int = 0
 
 
-def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swapped: int | None = None) -> Parts:
-    """The peak of a step, in a backward pass or in the update; `swapped` blocks, by default those that are set."""
+def parts_of(
+    demand: Demand, micro: int, checkpointed: int, precision: str, swapped: int | None = None, runs: int = 1
+) -> Parts:
+    """The peak of a step, in a backward pass or in the update; `swapped` blocks, by default those that are set.
+
+    Several `runs` with these settings on one base model hold its weights once, and each its own parameters, gradients
+    and optimizer state; `micro` is then the size of a pass, which some or all of them share (`training/run_group.py`).
+    """
     blocks_swapped = demand.swapped if swapped is None else swapped
     sizes = Sizes(
-        demand.rank, micro, demand.denoised_area, checkpointed, demand.recompute, blocks_swapped, demand.offloaded
+        demand.rank,
+        micro,
+        demand.denoised_area,
+        checkpointed,
+        demand.recompute,
+        blocks_swapped,
+        demand.offloaded,
     )
     found = demand.memory_model.footprint(sizes, precision)
-    shapes, texts, itemsize = demand.shapes, demand.texts, 4 if precision == "fp32" else 2
+    shapes, texts, itemsize = demand.shapes * runs, demand.texts, 4 if precision == "fp32" else 2
     numbers = sum(map(math.prod, shapes))
     masters = 4 * numbers
-    copies = found.copies + itemsize * sum(map(math.prod, texts.shapes))
+    copies = runs * found.copies + itemsize * sum(map(math.prod, texts.shapes))
     own = copies if precision == "fp32" or demand.rounded else copies + masters
     summed = itemsize * numbers if demand.rounded else masters  # gradients that the optimizer gets
     widened = 8 * min(numbers, ROUNDED_AT_ONCE) if demand.rounded else 0
     state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
-    earlier = summed if accumulation_of(demand, micro) > 1 else 0  # gradients of earlier micro-batches
+    samples = runs * demand.samples
+    earlier = summed if samples > micro else 0  # gradients of earlier micro-batches
     recomputed = checkpointed > 0
-    adapter = own + earlier + found.gradients
+    adapter = own + earlier + runs * found.gradients
     activations = found.activations + itemsize * texts.kept(micro, checkpointed=recomputed)
     if own + summed + widened > adapter + activations:  # the update: all gradients, no activations
         adapter, activations = own + summed + widened, 0
@@ -165,7 +178,7 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swap
     flops: float = found.flops
     if demand.guided:  # half of a step that recomputes nothing: frozen weights need no gradients of their own
         flops += demand.memory_model.footprint(replace(sizes, checkpointed=0, recompute="full"), precision).flops / 2
-    flops = flops * demand.samples / micro + texts.flops(demand.samples, checkpointed=recomputed)
+    flops = flops * samples / micro + texts.flops(samples, checkpointed=recomputed)
     held = found.weights + autoencoder + itemsize * (sum(texts.held.values()) + demand.frozen)
     return Parts(
         weights=held / GIB,
@@ -177,14 +190,32 @@ def parts_of(demand: Demand, micro: int, checkpointed: int, precision: str, swap
     )
 
 
+@dataclass(frozen=True)
+class RunsTogether:
+    """So many `runs` with equal settings on one base model, of which as many share a pass as fit; 0 where not even one does."""
+
+    runs: int
+    in_a_pass: int
+    parts: Parts
+
+
+def runs_together(demand: Demand, fit: MemoryPlan, most: int) -> list[RunsTogether]:
+    """The memory of 1, 2, 4, ... and `most` runs on one base model, with a plan's choices for one of them."""
+    found = []
+    for runs in sorted({2**power for power in range(most.bit_length())} | {most}):
+        passes = [
+            parts_of(demand, count * fit.micro, fit.checkpointed, fit.precision, fit.swapped, runs)
+            for count in range(1, runs + 1)
+        ]
+        shared = bisect_left(passes, True, key=lambda parts: not fits(demand, parts))
+        found.append(RunsTogether(runs, shared, passes[max(1, shared) - 1]))
+    return found
+
+
 def weights_fit(demand: Demand, precision: str) -> bool:
     """Whether the base model alone fits; true where blocks are swapped."""
     share = LARGEST_SHARE * (math.inf if demand.limit_gib is None else demand.limit_gib)
     return bool(demand.swapped) or demand.memory_model.weights(precision) <= share * GIB
-
-
-def accumulation_of(demand: Demand, micro: int) -> int:
-    return math.ceil(demand.samples / micro)
 
 
 def fits(demand: Demand, parts: Parts) -> bool:
@@ -325,7 +356,7 @@ def _plan(
         whole = "train.max_micro_batch_size"
     return MemoryPlan(
         micro=micro,
-        accumulation=accumulation_of(demand, micro),
+        accumulation=math.ceil(demand.samples / micro),
         checkpointed=checkpointed,
         blocks=demand.memory_model.blocks,
         precision=precision,

@@ -28,8 +28,10 @@ from lora_trainer.memory_plan.estimate import (
     NARROWER,
     Demand,
     MemoryPlan,
+    RunsTogether,
     choose_fit,
     parts_of,
+    runs_together,
     shortage,
     to_use,
     too_large,
@@ -117,8 +119,8 @@ class Plan:
         """Host memory of the training."""
         return host_of(self.demand, self.fit)
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `plan --json`."""
+    def to_json(self, together: int = 0) -> dict[str, Any]:
+        """The document of `plan --json`, with `together` runs on one base model where that is asked."""
         fit, parts, demand = self.fit, self.fit.parts, self.demand
         sizes = {name: getattr(parts, name) for name in ("weights", "adapter", "optimizer", "activations", "overhead")}
         return {
@@ -150,7 +152,15 @@ class Plan:
             "predicted_from": demand.memory_model.source,
             "settings": [each.to_json() for each in self.settings],
             "advice": list(self.advice),
+            "together": [
+                {"runs": each.runs, "in_a_pass": each.in_a_pass, "peak_gib": round(each.parts.peak, 4)}
+                for each in (self.together(together) if together else ())
+            ],
         }
+
+    def together(self, most: int) -> list[RunsTogether]:
+        """1, 2, 4, ... and `most` such runs on one base model (`batch --together`)."""
+        return runs_together(self.demand, self.fit, most)
 
 
 def make_plan(

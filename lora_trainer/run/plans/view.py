@@ -19,8 +19,8 @@ PUBLISHED = "cache, validate, draw: computed from the size of this model's weigh
 FULL, EIGHTHS = "█", ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
-def show_plan(plan: Plan, console: Console) -> None:
-    """All of it."""
+def show_plan(plan: Plan, console: Console, runs: int = 0) -> None:
+    """All of it; with `runs` on one base model also how many of them fit."""
     demand = plan.demand
     title = (
         f"{plan.family} ({plan.model}), {demand.resolution} px, {plan.adapter} rank {demand.rank}, {demand.optimizer}"
@@ -33,6 +33,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         show(console, settings(plan))
     else:
         show(console, Text("What each single setting would buy must be traced for this model: plan --what-if"))
+    if runs:
+        show(console, together(plan, runs))
     for sentence in plan.advice:
         show(console, Text(f"- {sentence}"))
     for sentence in plan.shortages:
@@ -73,6 +75,25 @@ def settings(plan: Plan) -> Table:
             f"{each.parts.tflop / before.tflop - 1:+.0%}",
             "" if each.fits else "does not fit",
         )
+    return table
+
+
+def together(plan: Plan, most: int) -> Table:
+    """The memory of several such runs on one base model, how many share a pass, and how many are worth it."""
+    found = plan.together(most)
+    best = max((each.in_a_pass for each in found), default=0)
+    advice = f"--together {best}: more runs would not share a pass of this size."
+    if best < 2:
+        advice = "One run fills this GPU by itself. Runs share a pass with a smaller train.max_micro_batch_size."
+    elif best == most:
+        advice = f"--together {best}: all of them share a pass."
+    table = Table(box=None, pad_edge=False, header_style="", caption=advice, caption_justify="left")
+    for name in ("runs on one base", "in a pass", "peak", "of each"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in found:
+        peak = each.parts.peak
+        shared = str(each.in_a_pass) if each.in_a_pass else "does not fit"
+        table.add_row(str(each.runs), shared, f"{peak:.2f} GiB", f"{peak / each.runs:.2f} GiB")
     return table
 
 
