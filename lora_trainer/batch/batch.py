@@ -14,6 +14,7 @@ from lora_trainer.batch.folders import Shared, job_settings, read_configs, read_
 from lora_trainer.batch.job_document import make_job, read_settings, with_hashes
 from lora_trainer.batch.job_files import FOLDER, JobFiles
 from lora_trainer.batch.job_store import (
+    EXECUTOR,
     RETRIES,
     ROOT,
     SHARED,
@@ -87,7 +88,8 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     """The same, where the jobs and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
     jobs = [make_job(order.shared, name, folder) for name, folder in folders.items()]
     store = enlist(order, jobs)
-    left = sum(job.status == "waiting" for job in store.read_jobs())
+    chosen, listed = executor(order.executor), store.read_jobs()
+    left = sum(job.status == "waiting" for job in listed)
     what = f"{len(folders)} datasets in {order.root}" if order.root else counted(len(folders), "config")
     console.print(f"batch of {what}, {left} to run; output in {order.output}")
     show_commands(order.resolved, console)
@@ -105,7 +107,8 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         with listening():
             try:
                 with watching(store, console):
-                    stopped = executor(order.executor).submit(store, order.options) if left else None
+                    if left or (chosen.CONTINUES and any(job.status == "running" for job in listed)):
+                        stopped = chosen.submit(store, order.options)
             finally:
                 with unless_refused():  # it has been waited for
                     write_summary(store)
@@ -117,9 +120,13 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     if stopped is not None:
         with unless_refused():
             found = store.read_jobs()
-        console.print(
-            f"stopped, everything is saved: {counts(found) or 'the queue cannot be read now'}. To continue, add --resume."
-        )
+        state = counts(found) or "the queue cannot be read now"
+        if chosen.CONTINUES:
+            console.print(f"left: {state}. {order.executor} continues them; --resume watches them again.")
+            console.print(f"To look: lora-trainer batch status {order.output}")
+            console.print(f"To stop jobs: lora-trainer batch cancel {order.output} NAME...")
+        else:
+            console.print(f"stopped, everything is saved: {state}. To continue, add --resume.")
         return stopped
     found = store.read_jobs()
     console.print(f"{counts(found)}; details: {order.output / SUMMARY}")
@@ -157,6 +164,9 @@ def cancel_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     store.cancel([job.name for job in before])
     write_summary(store)
     after = {job.name: job for job in store.read_jobs()}
+    executor(store.read_note(EXECUTOR) or "local").cancel(
+        store, [job.name for job in before if after[job.name].status == "cancelled"]
+    )
     for job in before:
         status = after[job.name].status
         if status == "running":
@@ -237,6 +247,8 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     jobs = order.options.jobs
     if jobs < 0:
         problems.append(Problem(f"--jobs is {jobs}, must be at least 0.", "0 only fills the queue for workers."))
+    if order.together > 1 and jobs > 0 and order.executor != "local":
+        problems.append(Problem(f"--together is not for --executor {order.executor}.", "It runs each job by itself."))
     if order.retries < 0:
         problems.append(Problem(f"--retries is {order.retries}, must be at least 0.", "0 repeats no failure."))
     if order.together < 1:
@@ -292,6 +304,7 @@ def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:
     notes = {
         ROOT: str(order.root.resolve()) if order.root else None,
         SHARED: order.shared.to_json(),
+        EXECUTOR: order.executor,
         TOGETHER: order.together,
         RETRIES: order.retries,
         WAIT_MINUTES: order.resolved.config.checkpoint.wait_minutes,

@@ -30,8 +30,8 @@ SILENT_SECONDS = 120.0  # without a sign of life a process of another machine co
 MOST_DEATHS = 3  # processes that one job may take with it
 FIRST_RETRY, LONGEST_RETRY = 60.0, 3600.0  # seconds before the next attempt; twice as long after each
 CANCELLED = "cancelled by batch cancel"
-# Notes of a batch: what all jobs have in common, and with how many of them one process trains at once.
-ROOT, SHARED, TOGETHER = "root", "shared", "together"
+# Notes of a batch: what all jobs have in common, with how many of them one process trains at once, what runs them.
+ROOT, SHARED, TOGETHER, EXECUTOR = "root", "shared", "together", "executor"
 WAIT_MINUTES, RETRIES = "wait_minutes", "retries"  # how long it waits for room, and how often a failed job is repeated
 
 Status = Literal["waiting", "running", "done", "refused", "unresolved", "failed", "stopped", "cancelled"]

@@ -7,7 +7,7 @@ the store how it ended. A process that starts twice, or that the engine lost, do
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -24,9 +24,13 @@ class ExecutorOptions:
 
 
 class Executor(Protocol):
-    """What the module of an executor has. With `IS_SHARED` the jobs are files, for several machines."""
+    """What the module of an executor has.
+
+    With `IS_SHARED` the jobs are files, for several machines. With `CONTINUES` they go on when `submit` is stopped.
+    """
 
     IS_SHARED: bool
+    CONTINUES: bool
 
     def check(self, options: ExecutorOptions) -> None:
         """Raise UsageError, before anything is written, with all that is wrong: a package that is missing, a cluster that
@@ -35,8 +39,11 @@ class Executor(Protocol):
     def submit(self, store: JobStore, options: ExecutorOptions) -> int | None:
         """Run the jobs that wait until none does; the exit code of a signal that stopped this."""
 
+    def cancel(self, store: JobStore, names: Collection[str]) -> None:
+        """Take jobs that are not to begin any more out of the engine's own queue."""
 
-EXECUTORS = {"local": "lora_trainer.batch.executors.local"}
+
+EXECUTORS = {"local": "lora_trainer.batch.executors.local", "slurm": "lora_trainer.batch.executors.slurm"}
 
 
 def executor(name: str) -> Executor:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +25,7 @@ from lora_trainer.run.order import plain_console
 
 LOOK_EVERY_SECONDS = 2.0
 BETWEEN_LOOKS_SECONDS = 0.2
-IS_SHARED = False
+IS_SHARED = CONTINUES = False
 
 
 def check(options: ExecutorOptions) -> None:
@@ -55,6 +55,10 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
             raise TrainingFailed(Problem("No worker process could be started.", "Run the batch with --jobs 1."))
         store.give_back_lost()  # of workers that died; a job that kills each of them fails in the end
     return None
+
+
+def cancel(store: JobStore, names: Collection[str]) -> None:
+    """Nothing: workers read each job from the store before they begin it."""
 
 
 def _attempts(store: JobStore) -> int:
