@@ -18,6 +18,10 @@ EXAMPLES = """examples:
   lora-trainer batch cancel night ash birch
   lora-trainer batch retry night
 
+On a SLURM cluster, 8 jobs at once:
+  lora-trainer batch ./customers --preset 12gb --output night --executor slurm \
+      --executor-option partition=gpu --executor-option time=04:00:00 --jobs 8
+
 Workers on several machines that share a folder:
   lora-trainer batch ./customers --preset 12gb --output night --jobs 0
   lora-trainer batch work night
@@ -74,13 +78,18 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRAs that each of these trains at once on one base model, whose layers run once for all of them (1)",
     )
     group.add_argument("--json", action="store_true", help="status: one JSON document on stdout")
-    group.add_argument("--executor", default="local", metavar="local", help="where the jobs run (local)")
+    group.add_argument(
+        "--executor",
+        default="local",
+        metavar="NAME",
+        help="where the jobs run: local, or slurm, one task of an array for each job (local)",
+    )
     group.add_argument(
         "--executor-option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the executor, several times if needed (docs/batch.md)",
+        help="option of the executor, several times if needed: for slurm those of sbatch (docs/deploy.md)",
     )
     group.add_argument(
         "--retries",

@@ -20,6 +20,8 @@ from tests.recipes.recipe import QUICK, draw_images
 
 pytestmark = pytest.mark.slow
 WAIT_SECONDS = 400.0
+# Not finite in the second step.
+FAILING = {"lora__alpha": "4000000", "optimizer__learning_rate": "10", "safeguards__on_nonfinite": "stop"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def test_a_job_whose_time_is_over_saves_requeues_itself_and_resumes(night):
 
 def test_a_failed_job_waits_for_its_retry_in_the_queue_of_slurm_not_on_the_node(night):
     draw_images(night.place / "root" / "ash")
-    process = night.start("--retries", "1", optimizer__learning_rate="1e30")
+    process = night.start("--retries", "1", **FAILING)
     wait_until(lambda: (night.output / "jobs" / ".batch").is_dir() and night.statuses() == {"ash": "waiting"})
     wait_until(lambda: night.jobs()["ash"]["attempts"] == 1 and night.tasks().get(night.task_of("ash")) == "PENDING")
     said = process.communicate(timeout=WAIT_SECONDS)[0]

@@ -110,10 +110,11 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
         if not left:
             return None
         gone = [job for job in left if job.status == "waiting" and tasks.get(job.name) not in queued]
-        none_began = all(job.attempts == jobs[job.name].attempts for job in now if job.name in jobs)
+        none_began = all(job.status != "running" and job.attempts == jobs[job.name].attempts for job in left)
         lost = lost + 1 if gone and (none_began or len(gone) == len(left)) else 0
         if lost == LOST_LOOKS:
-            cancel(store, [job.name for job in left])
+            if none_began:
+                cancel(store, [job.name for job in left])
             raise (UsageError if none_began else TrainingFailed)(describe_lost(store.output / FOLDER, gone, tasks))
 
 
