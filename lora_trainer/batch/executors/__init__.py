@@ -43,7 +43,7 @@ class Executor(Protocol):
         """Take jobs that are not to begin any more out of the engine's own queue."""
 
 
-EXECUTORS = {"local": "lora_trainer.batch.executors.local", "slurm": "lora_trainer.batch.executors.slurm"}
+EXECUTORS = {name: f"lora_trainer.batch.executors.{name}" for name in ("local", "ray", "slurm")}
 
 
 def executor(name: str) -> Executor:
