@@ -18,7 +18,8 @@ EXAMPLES = """examples:
   lora-trainer batch cancel night ash birch
   lora-trainer batch retry night
 
-On a SLURM cluster, 8 jobs at once:
+On a cluster, 8 jobs at once (docs/deploy.md):
+  lora-trainer batch ./customers --preset 12gb --output night --executor ray --jobs 8
   lora-trainer batch ./customers --preset 12gb --output night --executor slurm \
       --executor-option partition=gpu --executor-option time=04:00:00 --jobs 8
 
@@ -82,14 +83,14 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--executor",
         default="local",
         metavar="NAME",
-        help="where the jobs run: local, or slurm, one task of an array for each job (local)",
+        help="where the jobs run: local, or on a cluster with ray or slurm, one task for each job (local)",
     )
     group.add_argument(
         "--executor-option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the executor, several times if needed: for slurm those of sbatch (docs/deploy.md)",
+        help="option of the executor, several times if needed: ray: address, gpus, cpus; slurm: those of sbatch",
     )
     group.add_argument(
         "--retries",

@@ -135,7 +135,7 @@ def test_a_node_that_dies_and_ctrl_c(night: Night) -> None:
     """A job of a dead node goes on elsewhere; Ctrl-C saves, and --resume continues."""
     for name in NAMES[:3]:
         draw_images(night.place / "root" / name)
-    batch = night.start("--jobs", "3", steps=200)
+    batch = night.start("--jobs", "3", steps=700, checkpoint__every_n_steps=20)
     wait_until(lambda: len(night.checkpointed(NAMES[:3])) == 2, batch)
     node = night.cluster.add_node(**ONE_NODE)  # not that of the submitting process
     wait_until(lambda: len(night.checkpointed(NAMES[:3])) == 3, batch)
@@ -147,7 +147,7 @@ def test_a_node_that_dies_and_ctrl_c(night: Night) -> None:
     assert "To continue, add --resume" in said
     assert "running" not in {job["status"] for job in night.jobs().values()}
 
-    again = night.start("--jobs", "2", "--resume", steps=200)
+    again = night.start("--jobs", "2", "--resume", steps=700, checkpoint__every_n_steps=20)
     said, _ = again.communicate(timeout=WAIT_SECONDS)
     assert again.returncode == 0, said
     assert {job["status"] for job in night.jobs().values()} == {"done"}

@@ -22,6 +22,7 @@ from lora_trainer.batch.executors import ExecutorOptions
 from lora_trainer.batch.job_document import settings_of
 from lora_trainer.batch.job_store import JobStore, QueuedJob
 from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, nearest
+from lora_trainer.core.interrupt import code_of_signal
 from lora_trainer.core.version import __version__
 from lora_trainer.run.order import plain_console
 
@@ -113,9 +114,9 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
     try:
         while tasks.look(options.jobs):
             pass
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit):  # Ray exits with 1 whichever signal came
         tasks.stop()
-        raise
+        return code_of_signal() or INTERRUPTED
     return None
 
 
@@ -208,7 +209,7 @@ def work_on_node(output: str, name: str) -> Answer:
 def ask_nodes(output: Path) -> float | None:
     """Ask every node whether it can run the jobs; the memory of the smallest GPU in GiB, None where none is known.
 
-    Raises UsageError with all nodes that cannot: another version of this program, none at all, `output` not shared.
+    Raises UsageError with all nodes that cannot: another version of this program, or `output` not shared.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -232,6 +233,8 @@ def ask_nodes(output: Path) -> float | None:
                     [(f"lora-trainer cannot be imported ({str(error.cause or error).splitlines()[-1]})", fix)],
                     [],
                 )
+            except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError):
+                continue  # it died a moment ago, and the cluster had not noticed
             except ray.exceptions.RayError as error:
                 wrong, gibs = [(f"it does not answer ({type(error).__name__})", "Look at it with: ray status")], []
             problems += [Problem(f"Ray node {address}: {message}.", fix) for message, fix in wrong]
