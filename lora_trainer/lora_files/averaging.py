@@ -44,7 +44,8 @@ def checkpoints_in(folder: Path, first: int = 0, last: int | None = None) -> lis
     if len(found) < 2:
         steps = ", ".join(str(step_of(path)) for path in every) or "none"
         message = f"{place} holds {counted(len(found), 'checkpoint')} to average (all steps: {steps})."
-        raise UsageError(Problem(message, "Keep more with checkpoint.keep_last, or widen --steps."))
+        narrowed = ", or widen --steps" if len(every) > len(found) else ""
+        raise UsageError(Problem(message, f"Keep more with checkpoint.keep_last{narrowed}."))
     return found
 
 

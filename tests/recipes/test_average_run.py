@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -87,6 +88,12 @@ def test_a_runs_checkpoints_are_averaged(bench: Bench, capsys: pytest.CaptureFix
     assert main([*command, "--overwrite"]) == 2
     assert "step-000003 is damaged" in " ".join(capsys.readouterr().err.split())
     assert read_lora(out).modules  # of the command before
+    for step in (1, 2, 3):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
+    assert main([*command, "--overwrite"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "holds 1 checkpoint" in error
+    assert "Keep more with checkpoint.keep_last." in error
 
 
 @pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "oft"])
