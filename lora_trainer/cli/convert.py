@@ -57,7 +57,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", metavar="N", help="with --to lora: the highest rank of a layer")
     text = "with --to lora and comfyui: the base model, which DoRA and OFT need: a .safetensors checkpoint, or a diffusers folder"
     parser.add_argument("--model", metavar="BASE", help=text)
-    add_output_arguments(parser, to="none; always needed", dtype="unchanged", forms=TARGETS, rows="with --to lora: ")
+    add_output_arguments(parser, to="always needed", dtype="unchanged", forms=TARGETS, rows="with --to lora: ")
 
 
 def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

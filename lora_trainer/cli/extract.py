@@ -37,7 +37,7 @@ def add_extract_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "cut numbers off at this quantile, as sd-scripts does with 0.99 (default: off, which is exact)"
     parser.add_argument("--clamp-quantile", metavar="Q", help=text)
-    add_output_arguments(parser, to="kohya", dtype="fp16", reads=False)
+    add_output_arguments(parser, to="default: kohya", dtype="fp16", reads=False)
 
 
 def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 def add_output_arguments(
     parser: argparse.ArgumentParser,
     *,
-    to: str = "the first file's",
+    to: str = "default: the first file's",
     dtype: str = "the first file's",
     forms: Sequence[str] = FORMS,
     reads: bool = True,
@@ -43,7 +43,7 @@ def add_output_arguments(
     `reads`: it reads LoRA files. `rows`: when it has a row for each layer, if not always.
     """
     parser.add_argument("--output", metavar="OUT", help="the file to write, ending in .safetensors (always needed)")
-    parser.add_argument("--to", metavar="|".join(forms), help=f"the format to write (default: {to})")
+    parser.add_argument("--to", metavar="|".join(forms), help=f"the format to write ({to})")
     parser.add_argument("--dtype", metavar="|".join(DTYPES), help=f"type of the weights (default: {dtype})")
     if reads:
         parser.add_argument("--family", metavar="FAMILY", help="model family, if the files do not say it")
