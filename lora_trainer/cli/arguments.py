@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from lora_trainer.config.layers import Layer, Resolved, file_layer
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
-from lora_trainer.config.toml import parse_assignment, parse_value, setting_names
+from lora_trainer.config.tables import names_for
+from lora_trainer.config.toml import homes_of, parse_assignment, parse_value, section_types, setting_names, shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
@@ -56,9 +57,20 @@ COMMON_FLAGS = {
     **dict.fromkeys(("save_every", "save_steps", "checkpointing_steps"), "checkpoint.every_n_steps"),
     **dict.fromkeys(("optimizer", "optim"), "optimizer.name"),
     **dict.fromkeys(("trigger", "instance_prompt"), "captions.trigger_word"),
+    **dict.fromkeys(("network_type", "network_module", "peft_type"), "lora.type"),
     "scheduler": "lr_scheduler.name",
+    "sample_steps": "sample.num_inference_steps",
     "resume_from_checkpoint": "--resume",
     "config_file": "--config",
+}
+SAMPLE_FLAGS = {  # what people call those of `sample`
+    **dict.fromkeys(("steps", "num_steps", "sample_steps"), "--num-inference-steps"),
+    **dict.fromkeys(("cfg", "cfg_scale", "guidance", "scale"), "--guidance-scale"),
+    **dict.fromkeys(("negative", "neg", "n_prompt"), "--negative-prompt"),
+    **dict.fromkeys(("num_images", "images_per_prompt", "n"), "--num-images-per-prompt"),
+    **dict.fromkeys(("weight", "multiplier", "lora_weight", "lora_scale"), "--strength"),
+    **dict.fromkeys(("width", "height", "resolution"), "--size"),
+    **dict.fromkeys(("base_model", "ckpt", "checkpoint"), "--model"),
 }
 
 MANY_FLAGS = 3  # unknown ones are likely those of another trainer
@@ -215,19 +227,53 @@ def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
     word = flag.lstrip("-").replace("-", "_").lower()
     if word == "data" and "--data" not in flags:
         return "Name the images without a flag."
-    named = COMMON_FLAGS.get(word) if "--max-steps" in flags else None
-    if named is None and "--max-steps" in flags:
-        from lora_trainer.importers import diffusers_flags, kohya
-
-        if rule := kohya.RULES.get(word, diffusers_flags.RULES.get(word)):
-            if not rule.ours:
-                return f"Remove it: {rule.why}."
-            named = rule.ours[0]
+    if (own := SAMPLE_FLAGS.get(word)) in flags and "--strength" in flags:
+        return f"Use {own} {value if isinstance(parse_value(value), int | float) else 'VALUE'}."
+    named, removed = _of_other_trainers(word) if "--max-steps" in flags else (None, "")
+    if removed:
+        return removed
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
     settings = settings if named is None else [named]
     if settings and f"--{word.replace('_', '-')}" not in flags:
         return f"Use {' or '.join(_assigned(name, value, flags) for name in settings)}."
     return nearest(flag, flags)
+
+
+def _of_other_trainers(word: str) -> tuple[str | None, str]:
+    """Our setting or flag for another trainer's word (`network_dim`, `train.lr`), or why it is not needed; else (None, "")."""
+    if named := COMMON_FLAGS.get(word.replace(".", "_")):
+        return named, ""
+    from lora_trainer.importers import aitoolkit, diffusers_flags, kohya, onetrainer
+
+    for key in dict.fromkeys((word, word.replace(".", "_"))):
+        for trainer in (kohya, diffusers_flags, aitoolkit, onetrainer):
+            if rule := trainer.RULES.get(key):
+                return (rule.ours[0], "") if rule.ours else (None, f"Remove it: {rule.why}.")
+    section, dot, key = word.partition(".")
+    own = dot and section in section_types() and section not in ("train", "lora", "model")
+    named = COMMON_FLAGS.get(key)
+    return (named, "") if named and (not own or named.startswith(f"{section}.")) else (None, "")
+
+
+def _misnamed(text: str) -> Problem | None:
+    """The answer to `--set` of a setting as another trainer calls it; None for ours, and for what none knows."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    word = value.lower().replace("-", "_")
+    if name == "lora.type" and word not in names_for(name):
+        from lora_trainer.importers.network_kinds import KINDS
+        from lora_trainer.importers.words import ALL_WITH_CONVOLUTIONS
+
+        if word in KINDS:
+            kind, why = KINDS[word]
+            layers = f", and --set 'lora.target_modules={shown(ALL_WITH_CONVOLUTIONS)}' for convolutions"
+            fix = f"Use --set lora.type={kind}{layers if word == 'locon' else ''}{why and f': {why}'}."
+            return Problem(f"--set {text}: {value} is not a kind of adapter here.", fix)
+    if not equals or name in setting_names() or homes_of(name):
+        return None
+    named, fix = _of_other_trainers(name.replace("-", "_").lower())
+    if named is not None and (named in setting_names() or named.startswith("--")):
+        fix = f"Use {_assigned(named, value, ())}."
+    return Problem(f"--set {text}: {name} is not a setting.", fix) if fix else None
 
 
 def _assigned(setting: str, value: str, flags: Sequence[str]) -> str:
@@ -354,7 +400,7 @@ def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list
     if values.get("offline"):
         layers.append(Layer("--offline", {"run": {"offline": True}}))
     for text in arguments.set:
-        parsed = parse_assignment(text)
+        parsed = _misnamed(text) or parse_assignment(text)
         if isinstance(parsed, Problem):
             problems.append(parsed)
         else:

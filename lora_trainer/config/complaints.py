@@ -127,7 +127,9 @@ def _wrong_value(
         for family, names in tomllib.loads(FAMILY_NAMES.read_text(encoding="utf-8")).items():
             if called in names:
                 return Problem(message, f"Did you mean {family}?")
-    if isinstance(value, str) and choices and (near := nearest(value, choices)).startswith("Did"):
+    word = str(value).lower()
+    near = nearest(word, {word} & {*choices} or choices)
+    if isinstance(value, str) and choices and near.startswith("Did"):
         return Problem(message, near)
     meaning = f"{field.description}; " if field.description else ""
     default = "none" if field.is_required() else shown(field.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shlex
@@ -14,8 +15,9 @@ import pytest
 from PIL import Image
 
 from lora_trainer.cli import main as cli
-from lora_trainer.cli.arguments import COMMON_FLAGS
+from lora_trainer.cli.arguments import COMMON_FLAGS, SAMPLE_FLAGS
 from lora_trainer.cli.main import COMMANDS, Command, main
+from lora_trainer.cli.sample_arguments import add_sample_arguments
 from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.core.findings import folded
@@ -77,9 +79,45 @@ def test_flags_of_other_trainers_are_answered_with_ours(
     assert "Unexpected argument" not in err
 
 
+@pytest.mark.parametrize(
+    ("setting", "answer"),
+    [
+        ("network_dim=16", "Use --set lora.rank=16."),
+        ("lora.dim=16", "Use --set lora.rank=16."),
+        ("network.linear=16", "Use --set lora.rank=16."),
+        ("optimizer.type=AdamW", "Use --set optimizer.name=VALUE."),
+        ("optimizer.lr=1e-4", "Use --set optimizer.learning_rate=1e-4."),
+        ("train.lr=1e-4", "Use --set optimizer.learning_rate=1e-4."),
+        ("optimizer.optimizer=ADAMW", "Use --set optimizer.name=VALUE."),
+        ("sample.steps=20", "Use --set sample.num_inference_steps=20."),
+        ("xformers=true", "Remove it: "),
+        ("lora.type=LoKR", "Did you mean lokr?"),
+        ("lora.type=locon", "Use --set lora.type=lora, and --set 'lora.target_modules=["),
+        ("lora.type=diag-oft", "Use --set lora.type=oft."),
+        ("lora.rnak=4", "Did you mean lora.rank"),
+    ],
+)
+def test_settings_of_other_trainers_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], setting: str, answer: str
+) -> None:
+    code, _, err = run(capsys, "train", "--set", setting, "--explain")
+    assert code == 2
+    assert err.startswith("error: ")
+    assert answer in " ".join(err.split())
+
+
+def test_sample_answers_words_of_other_programs_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    err = run(capsys, "sample", "cat.safetensors", "--steps", "20", "--cfg-scale=4")[2]
+    assert "Use --num-inference-steps 20." in err
+    assert "Use --guidance-scale 4." in err
+
+
 def test_every_answer_to_another_trainers_flag_can_be_typed() -> None:
     known = {*setting_names(), "--resume", "--config"}
     assert known >= set(COMMON_FLAGS.values())
+    parser = argparse.ArgumentParser()
+    add_sample_arguments(parser)
+    assert {flag for action in parser._actions for flag in action.option_strings} >= set(SAMPLE_FLAGS.values())
 
 
 def test_a_path_without_its_flag_is_answered_with_it(
