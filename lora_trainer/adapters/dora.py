@@ -19,7 +19,7 @@ from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
 from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import TINY, DecomposedUpdate
+from lora_trainer.export.updates import TINY, DecomposedUpdate, to_lora
 from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name
 from lora_trainer.models.quantization.store import wide_weight
 
@@ -132,7 +132,11 @@ def start_from(
         name for name, update in found.items() if not (update.is_by_output and isinstance(update.change, LoraPair))
     ]
     if problems := [
-        *unlike(others, "have magnitudes of inputs, or of another change than a LoRA's"),
+        *unlike(
+            others,
+            "have magnitudes of inputs, or of another change than a LoRA's",
+            f"Write it as a LoRA, {to_lora(list(found.values()))}, and set lora.type=lora.",
+        ),
         *unlike(
             [name for name, update in found.items() if update.of_base],
             "are for ComfyUI alone",

@@ -14,6 +14,7 @@ from torch.nn import functional
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
+from lora_trainer.export.updates import to_lora
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def unlike(layers: Sequence[str], message: str, fix: str = "") -> list[Problem]:
     """The problem of a file's layers that the adapter cannot hold; `message` is behind their number."""
     if not layers:
         return []
-    fix = fix or "Write it as a LoRA, lora-trainer convert IN OUT --to lora --rank N, and set lora.type=lora."
+    fix = fix or f"Write it as a LoRA, {to_lora(())}, and set lora.type=lora."
     return [Problem(f"{counted(len(layers), 'layer')} of it {message} (first: {layers[0]}).", fix)]
 
 

@@ -60,7 +60,7 @@ def doctor_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     if not console.is_terminal:
         sys.stdout.write("\n".join(plain_text(diagnosis)) + "\n")
         return diagnosis.exit_code
-    for part, lines in diagnosis.parts:
+    for part, lines in diagnosis.shown:
         console.print(TITLES[part], style="bold")
         console.print(table_of(lines))
     console.print(diagnosis.summary, style="bold")

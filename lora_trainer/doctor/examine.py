@@ -103,9 +103,9 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
         places = [("cache", cache, None), ("output", folder, None)]
     facts = measured(facts, described, places, online=online, on_gpu=not run.is_live)
     if not run.is_live:
-        return Diagnosis((("before", before(facts, described)), ("after", tuple(after_lines(run)))))
+        return Diagnosis((("after", tuple(after_lines(run))), ("before", before(facts, described))))
     facts = beside(run, facts)
-    return Diagnosis((("before", before(facts, described)), ("during", tuple(during_lines(run, facts)))))
+    return Diagnosis((("during", tuple(during_lines(run, facts))), ("before", before(facts, described))))
 
 
 def beside(run: RunFacts, facts: MachineFacts) -> MachineFacts:

@@ -55,9 +55,19 @@ def error(name: str, found: str, wanted: str, fix: str) -> DoctorLine:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All lines by part."""
+    """All lines by part; those of a run come before its machine's."""
 
     parts: tuple[tuple[Part, tuple[DoctorLine, ...]], ...]
+
+    @property
+    def shown(self) -> tuple[tuple[Part, tuple[DoctorLine, ...]], ...]:
+        """The parts as they are printed: beside a run, of the machine only what is not ok, and how many lines are."""
+        if len(self.parts) == 1:
+            return self.parts
+        of_run, (part, machine) = self.parts
+        wrong = tuple(line for line in machine if line.level != "ok")
+        fine = ok("machine", f"{counted(len(machine) - len(wrong), 'line')} ok: lora-trainer doctor shows all")
+        return of_run, (part, (*wrong, fine))
 
     @property
     def lines(self) -> tuple[DoctorLine, ...]:
@@ -97,7 +107,7 @@ class Diagnosis:
 def plain_text(diagnosis: Diagnosis) -> list[str]:
     """One line for each check, so that it can be searched; the fix below it."""
     found: list[str] = []
-    for part, lines in diagnosis.parts:
+    for part, lines in diagnosis.shown:
         found.append(TITLES[part])
         for line in lines:
             wanted = f" (wanted: {line.wanted})" if line.wanted and line.level != "ok" else ""

@@ -83,6 +83,8 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow:
             message = f"{about.title}: not decided, since the minimum lies within the interval: {measured}."
             is_sampled = part.name in (*BY_SAMPLES, "keeps_base")
             fix = MORE_SAMPLES if may_grow and is_sampled else about.resolve
+            if fix == MORE_SAMPLES and any(MORE_SAMPLES in each.fix for each in found):
+                fix = ""  # one command takes samples for all parts
             found.append(Finding(part.name, "warning", message, fix))
     return found
 

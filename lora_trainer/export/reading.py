@@ -21,12 +21,11 @@ from lora_trainer.export.fused import divide
 from lora_trainer.export.keys import COMPONENT_OF_PREFIX, DORA_OVER, EMBEDDING, OF_BASE, Found, Key, read_key, resolve
 from lora_trainer.export.kohya import fused_ranks
 from lora_trainer.export.layout import Names
-from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, update_of
+from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, to_lora, update_of
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
 
 MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
 SHOWN = 3  # names listed in one message
-AS_LORA = "Write it as a LoRA first: lora-trainer convert IN OUT --to lora --rank N."
 OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
     ".oft_R": "OFT as peft rotates it, by inputs,",
     ".boft_": "BOFT",
@@ -122,8 +121,9 @@ def weights_of(
 def only_lora(file: str, weights: AdapterWeights) -> LoraWeights:
     """The weights of a plain LoRA. Raises UsageError for other kinds."""
     if (pairs := plain_pairs(weights)) is None:
-        kinds = titles(list(weights.modules.values()))
-        raise UsageError(Problem(f"{file} is {kinds}, not a plain LoRA.", AS_LORA))
+        updates = list(weights.modules.values())
+        fix = f"Write it as a LoRA first: {to_lora(updates)}."
+        raise UsageError(Problem(f"{file} is {titles(updates)}, not a plain LoRA.", fix))
     return pairs
 
 

@@ -502,6 +502,12 @@ def changes_nothing(update: LayerUpdate) -> bool:
     return not isinstance(update, DecomposedUpdate) and update.norm == 0.0
 
 
+def to_lora(updates: Sequence[LayerUpdate]) -> str:
+    """The command that writes a file with these changes as a LoRA; DoRA and OFT depend on the base model's weights."""
+    model = " --model BASE" if any(update.needs_weight for update in updates) else ""
+    return f"lora-trainer convert IN OUT --to lora --rank N{model}"
+
+
 def titles(updates: Sequence[LayerUpdate]) -> str:
     """`LoKr`, or `DoRA and LoRA`: the kinds of a file's changes."""
     return " and ".join(sorted({update.title for update in updates}))

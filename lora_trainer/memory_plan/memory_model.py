@@ -79,7 +79,9 @@ def traced_memory_model(
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
     stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
     most = len(freed("bf16")) - 1
-    return MemoryModel("traced on this model", blocks, stride, most, shapes, weights, footprint, traced=True)
+    facts = architecture.facts  # named by its family where no model is: the published one
+    source = "traced on this model" if facts.name != facts.family else "traced on the published model"
+    return MemoryModel(source, blocks, stride, most, shapes, weights, footprint, traced=True)
 
 
 def _subject(

@@ -16,6 +16,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.loading import in_short, misfits_by_config
+from lora_trainer.export.updates import to_lora
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, W, adaptable_modules, module_name
 from lora_trainer.models.base_loras import add_frozen
 from lora_trainer.models.family import Family, ModelFacts
@@ -97,7 +98,7 @@ def of_another_kind(weights: AdapterWeights, name: str) -> list[Problem]:
         of_kinds.setdefault(update.title, []).append(module)
     if set(of_kinds) <= {title}:
         return []
-    as_lora = "write it as a LoRA, lora-trainer convert IN OUT --to lora --rank N, and set lora.type=lora"
+    as_lora = f"write it as a LoRA, {to_lora(list(weights.modules.values()))}, and set lora.type=lora"
     if len(of_kinds) > 1:
         counts = "; ".join(
             f"{each} in {counted(len(modules), 'layer')}, first {modules[0]}" for each, modules in of_kinds.items()

@@ -284,3 +284,14 @@ def test_every_variable_is_in_a_group() -> None:
     assert {variable.group for variable in VARIABLES.values()} == set(GROUPS)
     asked = "CUDA_LAUNCH_BLOCKING CUDA_CACHE_DISABLE TORCH_CUDA_ARCH_LIST HF_HOME HF_HUB_OFFLINE PYTORCH_ALLOC_CONF"
     assert set(asked.split()) <= set(VARIABLES)
+
+
+def test_beside_a_run_only_faults_of_the_machine_are_printed_and_after_the_run() -> None:
+    machine = before(next(iter(STATED.values()))(HEALTHY))
+    of_run = before(HEALTHY)[:1]
+    text = plain_text(Diagnosis((("after", of_run), ("before", machine))))
+    assert text[0] == "After the run"
+    rows = [line for line in text[3:-1] if not line.lstrip().startswith("fix:")]
+    wrong = [line for line in machine if line.level != "ok"]
+    assert len(rows) == len(wrong) + 1
+    assert f"{len(machine) - len(wrong)} lines ok: lora-trainer doctor shows all" in rows[-1]

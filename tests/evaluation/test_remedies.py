@@ -101,3 +101,10 @@ def test_a_remedy_is_decided_anew_where_a_finding_is_added(severity: Severity) -
 
 def test_every_refused_part_has_a_remedy() -> None:
     assert set(SCALES) < set(REMEDIES)
+
+
+def test_more_samples_are_advised_once_for_all_parts_that_they_may_decide() -> None:
+    undecided = {name: Estimate(scale.at(LINE), -10.0, 10.0) for name, scale in SCALES.items()}
+    found = part_findings({name: VerdictPart(name, each) for name, each in undecided.items()}, LINE, may_grow=True)
+    assert len(found) > 3
+    assert sum("More samples" in each.fix for each in found) == 1

@@ -18,6 +18,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.cli.main import main
 from lora_trainer.export.lora_file import FileLayout, write_lora
+from lora_trainer.export.updates import DecomposedUpdate, to_lora
 from lora_trainer.export.weights import AdapterWeights, LoraPair, adaptable_modules, shapes_of
 from lora_trainer.lora_files.base_layers import read_base
 from lora_trainer.models import FAMILIES
@@ -243,3 +244,9 @@ def test_models_of_two_families_or_sizes_are_refused_by_name(pipeline, tmp_path,
         assert main([*command, "--output", str(tmp_path / "out.safetensors")]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
         assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_the_command_that_writes_a_lora_names_the_base_model_where_the_kind_needs_it():
+    pair = LoraPair(torch.ones(1, 4), torch.ones(4, 1), 1.0)
+    assert to_lora([pair]).endswith("--rank N")
+    assert to_lora([pair, DecomposedUpdate(pair, torch.ones(4, 1))]).endswith("--rank N --model BASE")

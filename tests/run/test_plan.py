@@ -421,3 +421,10 @@ def test_a_plan_in_a_pipe_names_its_request(capsys: pytest.CaptureFixture[str]) 
 )
 def test_times_have_fitting_units(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected
+
+
+def test_advice_names_the_largest_saving_and_drops_the_small_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--set", "model.family=flux2"]) == 0
+    advice = [line for line in capsys.readouterr().out.splitlines() if "would free" in line]
+    assert len(advice) == 1
+    assert advice[0].startswith("- memory.gradient_checkpointing=true would free ")

@@ -65,6 +65,7 @@ from lora_trainer.run.reading import reading
 
 DECIDED = ("micro_batch_size", "gradient_checkpointing", "weight_dtype", "blocks_to_swap")
 WORTH_FREEING_GIB = 0.1
+WORTH_BESIDE = 0.2  # of what the largest saving frees
 KEEPS_SCORES = ("math",)
 Data = tuple[tuple[Sample, ...], tuple[Sample, ...]]  # trained, held out
 
@@ -380,10 +381,19 @@ def advice(demand: Demand, fit: MemoryPlan, architecture: Architecture) -> list[
         wide = parts_of(demand, fit.micro, fit.blocks, demand.precisions[0], fit.swapped)
         visiting = f" and {fit.swapped} of {fit.swappable} swapped" if fit.swapped else ""
         found.append(f"{demand.precisions[0]} weights need {wide.peak:.1f} GiB with all blocks checkpointed{visiting}.")
-    light = replace(demand, optimizer="adamw8bit")
-    freed = fit.parts.peak - parts_of(light, fit.micro, fit.checkpointed, fit.precision, fit.swapped).peak
-    if freed > WORTH_FREEING_GIB:
-        found.append(f"optimizer.name=adamw8bit would free {freed:.1f} GiB.")
+    ways = {"optimizer.name=adamw8bit": (replace(demand, optimizer="adamw8bit"), fit.checkpointed)}
+    if not (fit.checkpointed or demand.memory_model.traced):  # blocks checkpointed would be traced for it
+        ways["memory.gradient_checkpointing=true"] = (demand, fit.blocks)
+    freed = {
+        setting: fit.parts.peak - parts_of(changed, fit.micro, checkpointed, fit.precision, fit.swapped).peak
+        for setting, (changed, checkpointed) in ways.items()
+    }
+    most = max(freed.values())
+    found += [
+        f"{setting} would free {gib:.1f} GiB."
+        for setting, gib in sorted(freed.items(), key=lambda item: -item[1])
+        if gib > max(WORTH_FREEING_GIB, WORTH_BESIDE * most)
+    ]
     native = architecture.facts.resolution
     if demand.memory_model.traced:
         return found  # other sizes would be traced for it
