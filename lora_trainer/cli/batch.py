@@ -19,8 +19,9 @@ EXAMPLES = """examples:
   lora-trainer batch retry night
 
 On a cluster, 8 jobs at once (docs/deploy.md):
-  lora-trainer batch ./customers --preset 12gb --output night --executor ray --jobs 8
-  lora-trainer batch ./customers --preset 12gb --output night --executor slurm \
+  lora-trainer batch ./customers --preset 12gb --output night --executor ray \\
+      --jobs 8
+  lora-trainer batch ./customers --preset 12gb --output night --executor slurm \\
       --executor-option partition=gpu --executor-option time=04:00:00 --jobs 8
 
 Workers on several machines that share a folder:

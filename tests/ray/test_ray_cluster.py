@@ -132,7 +132,7 @@ def test_a_night_of_twelve_folders_with_two_workers_killed_and_a_node_added(nigh
 
 
 def test_a_node_that_dies_and_ctrl_c(night: Night) -> None:
-    """A job of a dead node goes on elsewhere; Ctrl-C saves, and --resume continues."""
+    """A job of a dead node continues elsewhere; Ctrl-C saves, and --resume continues."""
     for name in NAMES[:3]:
         draw_images(night.place / "root" / name)
     batch = night.start("--jobs", "3", steps=700, checkpoint__every_n_steps=20)

@@ -551,7 +551,7 @@ def wrong_root(night: Night, tmp_path: Path) -> dict[str, tuple[list[str], str]]
         ),
         "an unknown executor": (
             [str(night.root), *output, "--executor", "cloud"],
-            "no executor cloud.\n       Known: local.",
+            "no executor cloud.\n       Known: local, ray, slurm.",
         ),
         "an unknown key": ([str(night.root), *output, "--set", "lora.rang=1"], "lora.rang (from --set)"),
         "no model": ([str(night.root), *output, "--model", str(empty)], "is empty"),

@@ -26,7 +26,7 @@ class ExecutorOptions:
 class Executor(Protocol):
     """What the module of an executor has.
 
-    With `IS_SHARED` the jobs are files, for several machines. With `CONTINUES` they go on when `submit` is stopped.
+    With `IS_SHARED` the jobs are files, for several machines. With `CONTINUES` they continue when `submit` is stopped.
     """
 
     IS_SHARED: bool

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,11 @@ class Tasks:
                     num_cpus=self.cpus, num_gpus=self.shares.get(job.name, 0.0), max_retries=0, max_calls=1
                 )(work_on_node)
                 self.names[task.remote(str(self.store.output.resolve()), job.name)] = job.name
-        self.tell_idle(found)
+        if any(job.status == "running" for job in found) or not self.names:
+            self.idle_since = time.monotonic()
+        elif self.idle_since is not None and time.monotonic() - self.idle_since > IDLE_SECONDS:
+            plain_console().print("No node has room for these jobs. To see what each has: ray status")
+            self.idle_since = None  # said once
         if not self.names:
             time.sleep(LOOK_EVERY_SECONDS)
             return any(job.status in ("waiting", "running") for job in found)
@@ -173,14 +177,6 @@ class Tasks:
                 self.stop()
                 raise TrainingFailed([Problem(f"{name}: {message}", fix) for message, fix in problems])
             plain_console().print(f"warning: {name} (exit code {code}): {problems[0][0]}")
-
-    def tell_idle(self, found: Sequence[QueuedJob]) -> None:
-        """Say once that tasks wait for a node."""
-        if any(job.status == "running" for job in found) or not self.names:
-            self.idle_since = time.monotonic()
-        elif self.idle_since is not None and time.monotonic() - self.idle_since > IDLE_SECONDS:
-            plain_console().print("No node has room for these jobs. To see what each has: ray status")
-            self.idle_since = None
 
     def stop(self) -> None:
         """Let each task save its job. Those that have not ended after ten minutes are left to themselves."""
@@ -257,16 +253,11 @@ def answer(token: str) -> tuple[list[tuple[str, str]], list[float]]:
         return [
             (f"it has lora-trainer {__version__}, and this batch is of {version}", "Install the same on all nodes.")
         ], []
-    return [], gpu_sizes()
-
-
-def gpu_sizes() -> list[float]:
-    """The memory of this machine's NVIDIA GPUs in GiB, whichever of them this process may use."""
     if (program := shutil.which("nvidia-smi")) is None:
-        return []
+        return [], []
     asked = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     found = subprocess.run(asked, capture_output=True, text=True, timeout=CONNECT_SECONDS, check=False)
-    return [float(line) / 1024 for line in found.stdout.split() if line.replace(".", "").isdigit()]
+    return [], [float(line) / 1024 for line in found.stdout.split() if line.replace(".", "").isdigit()]
 
 
 def gpu_share(store: JobStore, job: QueuedJob, wanted: str, gpu_gib: float | None) -> float:

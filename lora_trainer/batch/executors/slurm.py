@@ -157,7 +157,7 @@ def cancel(store: JobStore, names: Collection[str]) -> None:
 
 
 def work_on_node(output: str, name: str) -> None:
-    """A task of SLURM: run this job of the batch once, and requeue the task if the job is to go on later.
+    """A task of SLURM: run this job of the batch once, and requeue the task if the job is to continue later.
 
     Exits with the job's code. SIGTERM means that the task was preempted or cancelled, so SLURM decides whether it comes
     back. A job whose process died with its node has its holder until that was silent for long enough.

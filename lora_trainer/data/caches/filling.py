@@ -72,7 +72,11 @@ def build_missing(work: Work[Prepared], progress: Progress | None = None) -> int
     if not places:
         return 0
     del shelf
-    with in_use(work.folder), _claims(work.folder) as claims:
+    try:
+        claims = Claims(work.folder)
+    except OSError as error:
+        raise refused(work.folder, error) from error
+    with in_use(work.folder), claims:
         filling = _Filling(work, claims, places)
         try:
             filling.run(progress)
@@ -94,13 +98,6 @@ def mark_used(work: Work[Prepared]) -> Shelf:
             with contextlib.suppress(OSError):
                 os.utime(shard.path)
     return shelf
-
-
-def _claims(folder: Path) -> Claims:
-    try:
-        return Claims(folder)
-    except OSError as error:
-        raise refused(folder, error) from error
 
 
 def refused(folder: Path, error: OSError) -> TrainingFailed:
