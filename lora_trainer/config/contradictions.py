@@ -18,6 +18,12 @@ SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as 
 SUGGESTED_FACTOR = 1.0
 MOVES_NOTHING = (0, "auto", False)  # with `auto` the run decides
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # compile modes that record CUDA graphs
+WITHOUT_FSDP = {  # settings that cannot be used with it, and why
+    "memory.blocks_to_swap": "divides the blocks among GPUs, and block swap needs them whole",
+    "memory.offload_activations": "frees weights that the backward pass still refers to, which would be offloaded with them",
+    "train.auto_find_micro_batch_size": "needs the same passes in every process, and each would try sizes alone",
+    "hardware.channels_last": "gathers weights in plain memory order",
+}
 
 
 @dataclass(frozen=True)
@@ -347,8 +353,15 @@ def memory(settings: Settings) -> list[Yields]:
         elif settings["compile.enabled"] is True:
             reason = "single results inside a compiled block cannot be kept"
             found.append(Yields(name, "full", reason, f"{fix}, or compile.enabled=false."))
+    strategy = settings["memory.fsdp"]
+    for name in WITHOUT_FSDP if strategy else ():
+        if settings[name] not in MOVES_NOTHING:
+            reason = f"memory.fsdp={strategy} {WITHOUT_FSDP[name]}"
+            found.append(Yields(name, settings.default(name), reason, f"Remove {name}, or memory.fsdp."))
     moves = [
-        name for name in ("blocks_to_swap", "offload_activations") if settings[f"memory.{name}"] not in MOVES_NOTHING
+        name
+        for name in ("blocks_to_swap", "offload_activations", "fsdp")
+        if settings[f"memory.{name}"] not in (*MOVES_NOTHING, None)
     ]
     if moves and settings["compile.enabled"] and settings["compile.mode"] in WITH_GRAPHS:
         name, reason = "compile.mode", f"CUDA graphs hold addresses, and memory.{moves[0]} changes them"

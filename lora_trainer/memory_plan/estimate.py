@@ -26,6 +26,7 @@ GIB = 2**30
 # Nothing of this was measured on a GPU yet: docs/memory.md.
 CONTEXT_GIB = 0.7  # the CUDA context, libraries and workspaces
 FRAGMENTATION = 0.05  # of the memory that a step allocates and frees
+GATHERED = 1.5  # of the weights that are whole for a moment with `memory.fsdp`
 ROUNDING = 1e-6  # GiB, for phases that fill what is free
 LARGEST_SHARE = 0.9  # of the GPU, so that the driver and other programs never make it spill
 NARROWER = ("fp8", "nf4")  # dtypes for the base model where the wanted one does not fit
@@ -78,6 +79,8 @@ class Demand:
     rounded: bool = False  # bf16 weights alone, without masters (`optimizer.stochastic_rounding`)
     frozen: int = 0  # values of `model.training_adapter`
     guided: bool = False  # `loss.guidance_target`
+    shards: int = 1  # processes that share the base model's weights (`memory.fsdp`)
+    regathered: bool = True  # for the backward pass, in place of gathered blocks that wait for it
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
@@ -179,7 +182,8 @@ def parts_of(
     if demand.guided:  # half of a step that recomputes nothing: frozen weights need no gradients of their own
         flops += demand.memory_model.footprint(replace(sizes, checkpointed=0, recompute="full"), precision).flops / 2
     flops = flops * samples / micro + texts.flops(samples, checkpointed=recomputed)
-    held = found.weights + autoencoder + itemsize * (sum(texts.held.values()) + demand.frozen)
+    base = weights_on_gpu(demand, precision) if demand.shards > 1 else found.weights
+    held = base + autoencoder + itemsize * (sum(texts.held.values()) + demand.frozen)
     return Parts(
         weights=held / GIB,
         adapter=adapter / GIB,
@@ -212,10 +216,28 @@ def runs_together(demand: Demand, fit: MemoryPlan, most: int) -> list[RunsTogeth
     return found
 
 
+def weights_on_gpu(demand: Demand, precision: str) -> int:
+    """Bytes of the base model in one process while it trains, all at once or divided among processes.
+
+    Divided: its part of everything, and whole what no block has, the block that computes and the one that is gathered; these
+    are there twice for the moment in which one buffer is copied to its tensors. Swapping all blocks leaves the same.
+    """
+    model = demand.memory_model
+    whole = model.weights(precision)
+    if demand.shards == 1:
+        return whole
+    if not demand.regathered:
+        return whole + whole // demand.shards
+    gathered = model.footprint(
+        Sizes(demand.rank, 1, demand.denoised_area, model.blocks, swapped=model.swappable), precision
+    )
+    return whole // demand.shards + round(GATHERED * gathered.weights)
+
+
 def weights_fit(demand: Demand, precision: str) -> bool:
     """Whether the base model alone fits; true where blocks are swapped."""
     share = LARGEST_SHARE * (math.inf if demand.limit_gib is None else demand.limit_gib)
-    return bool(demand.swapped) or demand.memory_model.weights(precision) <= share * GIB
+    return bool(demand.swapped) or weights_on_gpu(demand, precision) <= share * GIB
 
 
 def fits(demand: Demand, parts: Parts) -> bool:

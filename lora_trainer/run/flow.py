@@ -277,7 +277,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         own = context.guidance.unguided(context.predict, context.denoiser)
 
     def predict(*arguments: Any) -> Tensor:
-        with abortable():
+        with contextlib.nullcontext() if context.is_sharded else abortable():
             return own(*arguments)
 
     pairs = compared_captions(config, images, session.steps.total)

@@ -23,6 +23,7 @@ from lora_trainer.models.memory.block_swap import block_swap_note, move_to_devic
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.phases import count_of, no_more
+from lora_trainer.models.memory.sharding import shard_base
 from lora_trainer.models.quantization.store import counted_products, int8_products, make_quantizer
 from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.layers import layer_notes
@@ -126,10 +127,11 @@ def build_denoiser(
     device = processes.device
     products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
     quantize = make_quantizer(layout.stored, products=products, by=device)
-    load_device = torch.device("cpu") if layout.swapped else device
+    gather = processes.gather if config.memory.fsdp else None
+    load_device = torch.device("cpu") if layout.swapped or gather else device
     denoiser = family.denoiser.load(facts.path, layout.dtype, load_device, quantize)
     shapes = shapes_of({family.denoiser.component: denoiser})
-    channels_last = set_memory_order(denoiser, config, device)
+    channels_last = gather is None and set_memory_order(denoiser, config, device)  # gathered weights are in plain order
     has_benchmark = try_convolutions(config, device, layout.shapes)
     names = target_modules(denoiser, family.denoiser, config.lora.target_modules)
     files = [f"merged into the base model: {loras_line(family.loras)} (model.loras)"] if family.loras else []
@@ -141,11 +143,16 @@ def build_denoiser(
     if config.lora.network_weights is not None:
         files.append(start_from_file(config, family.denoiser.component, names, parameters, denoiser_options(config)))
     swapped = swap_blocks(denoiser, layout.swapped, device)
-    move_to_device(denoiser.train(), device)
     blocks = len(checkpointable_blocks(denoiser))
     checkpointed = count_of(layout.checkpointing, blocks)
     checkpoint_blocks(denoiser, checkpointed, config.memory.checkpointing_mode)
     compiled, compile_notes = compile_if_enabled(denoiser, config, layout, device)
+    shard_notes = (
+        [f"memory.fsdp={config.memory.fsdp}: one process, which holds all weights"] if config.memory.fsdp else []
+    )
+    if config.memory.fsdp and gather:
+        shard_notes = [shard_base(denoiser, config.memory.fsdp, device, processes.world, gather)]
+    move_to_device(denoiser.train(), device)
     # No warning for a backend that is not installed; one that is and fails may make each step slower.
     absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
     broken = [failure for failure in attention.failures if failure not in absent]
@@ -156,6 +163,7 @@ def build_denoiser(
         *([] if device.type == "cpu" else [attention_line]),
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
+        *shard_notes,
         *block_swap_note(denoiser, layout.swapped),
         *offload_note(config.memory.offload_activations, device),
         *compile_notes,
@@ -166,7 +174,8 @@ def build_denoiser(
         hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
         *([f"not used for attention: {'; '.join(absent)}"] if absent else []),
     )
-    built = Built(shapes, attention.name, len(names), checkpointed, swapped, notes, details)
+    shards = processes.world if gather else 1
+    built = Built(shapes, attention.name, len(names), checkpointed, swapped, shards, notes, details)
     return denoiser, parameters, compiled, built
 
 

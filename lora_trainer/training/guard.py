@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.models.memory.sharding import local_part
 from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import newest_valid, resume_hint, step_of
 from lora_trainer.training.checkpoints.save import save
@@ -181,7 +182,7 @@ def damaged_weight(denoiser: nn.Module) -> str | None:
     """The first frozen weight that is not finite. Only for failed runs: on loading it would read the whole files."""
     for name, weight in denoiser.named_parameters():
         is_relevant = weight.is_floating_point() and not weight.is_meta and not weight.requires_grad
-        if is_relevant and not bool(torch.isfinite(weight.float()).all()):
+        if is_relevant and not bool(torch.isfinite(local_part(weight).float()).all()):
             return name
     return None
 

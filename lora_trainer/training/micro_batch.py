@@ -37,6 +37,7 @@ class MicroBatch:
     mask: Tensor | None = None  # [B, 1, h, w], where the loss counts: 1 fully, 0 not at all; None everywhere
     captions: tuple[Caption, ...] = ()  # B, where text encoders are trained: `cond` is then from frozen ones alone
     copied: torch.cuda.Event | None = None  # on a GPU: the stream that uses it waits for this
+    is_idle: bool = False  # of weight 0: it only takes the passes that other processes need (`memory.fsdp`)
 
     @property
     def bytes(self) -> int:
@@ -116,7 +117,13 @@ class MicroBatch:
             change(self.weights),
             None if self.mask is None else change(self.mask),
             self.captions,
+            is_idle=self.is_idle,
         )
+
+
+def idled(micro: MicroBatch) -> MicroBatch:
+    """The same micro-batch without weight: a pass that trains nothing."""
+    return replace(micro, weights=torch.zeros_like(micro.weights), is_idle=True)
 
 
 def make_copier(device: torch.device, dtype: torch.dtype) -> Callable[[list[MicroBatch]], list[MicroBatch]]:

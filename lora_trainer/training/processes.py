@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
-from torch.distributed import all_reduce
 
 from lora_trainer.core.errors import is_out_of_memory
 from lora_trainer.core.launch import cpu_requested
@@ -23,8 +24,10 @@ COLLECTIVES_WAIT = timedelta(hours=24)
 class Processes:
     """This process among all. `reduce` sums a tensor over them, in place; None for a single process.
 
-    `wait` is a barrier; `wait_until` returns when its argument returns True. They and `reduce` raise ProcessLost when
-    another process is dead.
+    `gather` fills its first argument [world * n] with the second [n] of every process; None likewise.
+
+    `wait` is a barrier; `wait_until` returns when its argument returns True. They, `reduce` and `gather` raise ProcessLost
+    when another process is dead.
 
     On a GPU `reduce` only queues the sum. A host that reads a result of it would wait for a dead process too: it must
     call `await_gpu` before, or use `sum_of_all`.
@@ -36,6 +39,7 @@ class Processes:
     reduce: Callable[[Tensor], Tensor] | None
     wait: Callable[[], None]
     wait_until: Callable[[Callable[[], bool]], None] = lambda ready: None
+    gather: Callable[[Tensor, Tensor], None] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -90,20 +94,29 @@ def _together(rank: int, world: int, device: torch.device, timeout_minutes: floa
         _groups.append(Group(rank, world, device, timeout_minutes * 60.0))
     group = _groups[0]
 
-    def reduce(tensor: Tensor) -> Tensor:
+    # torch 2.13 renamed it and warns of the old name.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def finish(start: Callable[..., Any], *tensors: Tensor) -> None:
         try:
-            work = all_reduce(tensor, async_op=True)
-            if tensor.device.type == "cpu":  # on a GPU the host does not wait for it
+            work = start(*tensors, async_op=True)
+            if tensors[0].device.type == "cpu":  # on a GPU the host does not wait for it
                 group.wait_until(work.is_completed)
             work.wait()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             raise ProcessLost("Another process of this run was lost: its connection broke") from error
+
+    def reduce(tensor: Tensor) -> Tensor:
+        finish(dist.all_reduce, tensor)
         return tensor
+
+    def gather(whole: Tensor, mine: Tensor) -> None:
+        finish(all_gather, whole, mine)
 
     def wait() -> None:
         group.wait_until(when_done(device))
         group.meet()
 
-    return Processes(rank, world, device, reduce, wait, group.wait_until)
+    return Processes(rank, world, device, reduce, wait, group.wait_until, gather)

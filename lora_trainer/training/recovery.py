@@ -82,9 +82,11 @@ def is_out_of_reach(run: Run, error: UserError) -> bool:
     return isinstance(error, ProcessLost) and run.context.device.type != "cpu"
 
 
-def out_of_memory_error(when: str, reason: str) -> TrainingFailed:
-    """Memory ran out with nothing left to reduce."""
-    message = f"Out of memory {when} ({reason}), one sample at a time and with nothing left to reduce."
+def out_of_memory_error(when: str, reason: str, *, is_sharded: bool = False) -> TrainingFailed:
+    """Memory ran out with nothing left to reduce, or where a process cannot repeat a pass without the others."""
+    why = "and with memory.fsdp no process can repeat a pass alone"
+    why = why if is_sharded else "one sample at a time and with nothing left to reduce"
+    message = f"Out of memory {when} ({reason}), {why}."
     return TrainingFailed(Problem(message, SMALLER_RUN))
 
 

@@ -52,6 +52,7 @@ class Built:
     modules: int = 0  # of the denoiser that are trained
     checkpointed: int = 0  # blocks
     swapped: int = 0  # blocks
+    shards: int = 1  # processes that share the denoiser's frozen weights
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 
@@ -115,6 +116,11 @@ class StepContext:
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules with trained weights: the denoiser, and the text encoders where they are trained."""
         return (self.denoiser, *(self.texts.parts.encoders.values() if self.texts else ()))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each pass gathers weights from the other processes, so that none may take one more or less."""
+        return self.built.shards > 1
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -188,7 +194,7 @@ def train_step(
         with nullcontext() if context.timestep_rank is None else context.timestep_rank.limited(micro.t):
             loss, sample_losses = backward(context, micro, samples)
         total += loss
-        losses = (*losses, sample_losses)
+        losses = losses if micro.is_idle else (*losses, sample_losses)
     summed: list[Tensor] = []
     if context.reduce is not None:
         losses = (place_in_step(context, losses, samples),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ class Stopping:
             yield self._vote_on_gpu
         else:
             self._has_voted = False
-            with abortable(self._seconds):
+            # Others would wait for the blocks of a pass that only this process left.
+            with nullcontext() if self._run.context.is_sharded else abortable(self._seconds):
                 yield self._vote_and_count
         self._seconds = time.monotonic() - began
 

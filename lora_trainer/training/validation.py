@@ -137,8 +137,12 @@ def measure_with_oom_fallback(
                 raise
             reason = first_line(error)
         free_memory(run.context.device)
-        if batch_size == 1:
-            raise save_and_make_error(run, state, out_of_memory_error(f"while validating step {state.step}", reason))
+        if batch_size == 1 or run.context.is_sharded:
+            raise save_and_make_error(
+                run,
+                state,
+                out_of_memory_error(f"while validating step {state.step}", reason, is_sharded=run.context.is_sharded),
+            )
         fit = replace(fit, validation_samples=-(-batch_size // 2))
         message = f"out of memory while validating ({reason}): {fit.validation_samples} samples at once in place of {batch_size}"
         reporter.event(state.step, "memory", message)

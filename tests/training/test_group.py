@@ -35,22 +35,26 @@ except ProcessLost as lost:
 """
 
 
-def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str]]:
+def environment_of_two(checkout: Path) -> list[dict[str, str]]:
+    """What a launcher sets for each of two processes of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common |= {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    return [os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+
+
+def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, how, str(minutes)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ
-            | common
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+            env=environment,
         )
-        for rank in (0, 1)
+        for environment in environment_of_two(checkout)
     ]
 
 

@@ -12,6 +12,7 @@ from lora_trainer.config.schema.types import (
     Count,
     CountOrZero,
     DeviceName,
+    FsdpStrategy,
     Positive,
     Precision,
     Section,
@@ -45,6 +46,11 @@ class MemorySection(Section):
         "auto",
         "changes rounding",
         "frozen blocks swapped between CPU and GPU: a number, 0 for none, or `auto`, as few as needed",
+    )
+    fsdp: FsdpStrategy | None = setting(
+        None,
+        "changes rounding",
+        "with several processes, each holds a part of the frozen base model (FSDP2): `full_shard` gathers a block for its forward and again for its backward pass, `shard_grad_op` keeps it in between; empty: each holds all of it",
     )
     offload_activations: bool = setting(
         False, "changes rounding", "keep what the backward pass needs in system memory until then"

@@ -36,6 +36,8 @@ AttentionName = Literal[
 ]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CheckpointingMode = Literal["full", "selective"]
+FsdpStrategy = Literal["full_shard", "shard_grad_op"]  # as transformers and accelerate name them
+CompressionName = Literal["fp16", "bf16"]  # of gradients, as DDP's hooks `fp16_compress` and `bf16_compress`
 CropName = Literal["center", "random"]
 TimestepSamplingName = Literal["uniform", "logit_normal", "mode"]
 OnNonfiniteName = Literal["skip", "rollback", "stop"]
