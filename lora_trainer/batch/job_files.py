@@ -171,6 +171,7 @@ class JobFiles:
         self.output, self.folder = output, output / FOLDER
         self._logs, self._last_progress = dict[str, NumberedLog](), dict[tuple[str, int], Mapping[str, Any]]()
         self._seen = dict[str, JobState]()  # of the last look
+        self._list: tuple[int, list[QueuedJob], list[QueuedJob]] = (0, [], [])  # entries; by priority, in their order
         try:
             if not self._log(LIST).read():
                 self._log(LIST).append({"id": secrets.token_hex(8), "version": VERSION, "notes": {}, "jobs": []}, 0)
@@ -230,8 +231,8 @@ class JobFiles:
 
     def claim(self, name: str | None = None) -> QueuedJob | None:
         """As in `JobStore`. Jobs that had ended are read again only where no other may begin: thousands cost time on a network disk."""
-        listed = [job for job in self._listed() if name in (None, job.name)]
-        listed.sort(key=lambda job: -job.priority)  # else in their order
+        self._listed()
+        listed = [job for job in self._list[1] if name in (None, job.name)]
         now = write_with_retry(FOLDER, self.output, self._now)
         for known in ({"waiting", "running"}, set(get_args(Status))):
             for job in listed:
@@ -342,9 +343,11 @@ class JobFiles:
         return write_with_retry(FOLDER, self.output, append)
 
     def _listed(self) -> list[QueuedJob]:
-        return [
-            QueuedJob(each["name"], Path(each["data"]), priority=each["priority"]) for each in self._batch()["jobs"]
-        ]
+        if (entries := len(self._log(LIST).read())) != self._list[0]:
+            jobs = self._batch()["jobs"]
+            found = [QueuedJob(each["name"], Path(each["data"]), priority=each["priority"]) for each in jobs]
+            self._list = (entries, sorted(found, key=lambda job: -job.priority), found)
+        return self._list[2]
 
     def _named(self, names: Iterable[str]) -> list[QueuedJob]:
         listed = {job.name: job for job in self._listed()}

@@ -44,13 +44,16 @@ class Failure:
     reason: str
     of_compiler: bool = False
 
-    def refuse(self, step: int) -> None:
-        """Raise TrainingFailed: with a sharded base the others are in the middle of the pass that failed here."""
-        if self.of_compiler:
-            message = f"Compiled blocks failed at step {step} ({self.reason}), and with memory.fsdp no process can repeat it alone."
-            raise TrainingFailed(Problem(message, "Set compile.enabled=false."))
-        if self.kind not in (OomDuringUpdate, OomDuringAllReduce):
-            raise out_of_memory_error(f"at step {step}", self.reason, is_sharded=True)
+
+def refuse_alone(failure: Failure, step: int) -> None:
+    """Raise TrainingFailed where the other processes of a sharded base are in the middle of the pass that failed here."""
+    if failure.of_compiler:
+        reason = f"Compiled blocks failed at step {step} ({failure.reason})"
+        message = f"{reason}, and with memory.fsdp no process can repeat a pass alone."
+        raise TrainingFailed(Problem(message, "Set compile.enabled=false."))
+    if failure.kind in (OomDuringUpdate, OomDuringAllReduce):
+        return
+    raise out_of_memory_error(f"at step {step}", failure.reason, is_sharded=True)
 
 
 def step_with_fallbacks(
@@ -93,8 +96,8 @@ def step_with_fallbacks(
                             context.average.update(context.adapter.masters, state.step, run.total_steps)
             except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)
-                if context.is_sharded:
-                    failure.refuse(state.step + 1)
+                if context.is_sharded:  # the others are in the middle of the pass that failed here
+                    refuse_alone(failure, state.step + 1)
             # Out here nothing refers to the frames of the failed step.
             if failure is None:
                 if compiled is not None and compiled.on and (news := compiled.news()) is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.sample_counts import SampleCounts, count_trained
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
-from lora_trainer.training.micro_batch import MicroBatch, idled, make_copier, make_micro_batch
+from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 
@@ -33,14 +35,6 @@ class Feed:
     samples_in: Callable[[int], int]
     names: Callable[[int], list[str]]
     close: Callable[[], None]
-
-
-def idle_groups(
-    refs: Sequence[Ref], groups_of: Callable[[tuple[Ref, ...]], tuple[tuple[Ref, ...], ...]], processes: Processes
-) -> tuple[tuple[Ref, ...], ...]:
-    """One sample of the step for each pass that another process takes more than this one."""
-    passes = [len(groups_of(share(refs, rank, processes.world))) for rank in range(processes.world)]
-    return (tuple(refs[:1]),) * (max(passes) - passes[processes.rank])
 
 
 def make_feed(
@@ -69,14 +63,21 @@ def make_feed(
 
     def micros(step: int) -> list[MicroBatch]:
         groups = own_groups(step)
-        idle = idle_groups(plan.refs(step), groups_of, processes) if context.is_sharded else ()
+        idle: tuple[tuple[Ref, ...], ...] = ()  # one sample for each pass that another process takes more than this one
+        if context.is_sharded:
+            refs = plan.refs(step)
+            passes = [len(groups_of(share(refs, rank, processes.world))) for rank in range(processes.world)]
+            idle = (refs[:1],) * (max(passes) - len(groups))
         if data.fresh is not None:
             later = (own_groups(near) for near in range(step + 1, min(step + 1 + DECODED_AHEAD, total)))
             data.fresh.expect(ref for each in (groups, idle, *later) for group in each for ref in group)
         epoch = step // plan.steps_per_epoch
         batches = [read_micro(data, group, step, epoch, seed) for group in (*groups, *idle)]
         made = [make_micro_batch(batch, step, seed, config.noise, context.process) for batch in batches]
-        return copied([*made[: len(groups)], *map(idled, made[len(groups) :])])
+        without_weight = (
+            replace(each, weights=torch.zeros_like(each.weights), is_idle=True) for each in made[len(groups) :]
+        )
+        return copied([*made[: len(groups)], *without_weight])
 
     def text_of(ref: Ref, step: int) -> str | None:
         number = data.text(ref, step, step // plan.steps_per_epoch, seed)

@@ -121,11 +121,6 @@ class MicroBatch:
         )
 
 
-def idled(micro: MicroBatch) -> MicroBatch:
-    """The same micro-batch without weight: a pass that trains nothing."""
-    return replace(micro, weights=torch.zeros_like(micro.weights), is_idle=True)
-
-
 def make_copier(device: torch.device, dtype: torch.dtype) -> Callable[[list[MicroBatch]], list[MicroBatch]]:
     """A function that copies the micro-batches of a step to the device, in the thread that reads ahead.
 

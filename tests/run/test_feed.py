@@ -31,6 +31,7 @@ LEARNER = cast(
         dtype=torch.float32,
         process=Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon"),
         joined=None,
+        is_sharded=False,
     ),
 )
 

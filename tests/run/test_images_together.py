@@ -25,7 +25,9 @@ def test_the_models_own_vae_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         train_plan=plans, validation_plan=plans, family=SimpleNamespace(name="sdxl"), facts=SimpleNamespace()
     )
     config: Any = SimpleNamespace(cache=SimpleNamespace(batch_size=8))
-    choices: Any = SimpleNamespace(device=torch.device("cpu"), encoder_dtype=torch.float32)
+    choices: Any = SimpleNamespace(
+        device=torch.device("cpu"), encodes_on=torch.device("cpu"), encoder_dtype=torch.float32
+    )
     monkeypatch.setattr(caching, "costs_of", lambda facts, without=(): costs)
     assert images_together(config, inputs, choices, missing=True) == 3
     monkeypatch.setattr(caching, "costs_of", lambda facts, without=(): own)
