@@ -96,7 +96,9 @@ def test_an_array_is_submitted_and_what_never_begins_is_one_message(cluster, cap
 def test_without_a_time_the_partition_decides_and_a_log_says_what_happened(cluster, capsys):
     cluster.run()
     assert "--time" not in cluster.read("script")
-    (cluster.output / "slurm" / "7_0_0_log.out").write_text("error: No disk.\nsrun: error: task 0: exit 2\n", "utf-8")
+    (cluster.output / "jobs" / ".slurm" / "7_0_0_log.out").write_text(
+        "error: No disk.\nsrun: error: task 0: exit 2\n", "utf-8"
+    )
     cluster.write("queue", "7_1\n7_0\n")
     assert cluster.run("--resume") == 2
     said = capsys.readouterr()

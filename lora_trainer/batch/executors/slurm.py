@@ -24,7 +24,7 @@ from lora_trainer.core.interrupt import listening
 from lora_trainer.run.order import plain_console
 
 IS_SHARED = CONTINUES = True
-FOLDER = "slurm"  # in the batch's folder: scripts and logs
+FOLDER = "jobs/.slurm"  # in the batch's folder: scripts and logs; no run has such a name
 TASKS = "slurm_tasks"  # the note with the SLURM task of each job
 SAVING_SECONDS = 120  # before the end of its time a task begins to save
 ANSWER_SECONDS = 60.0
