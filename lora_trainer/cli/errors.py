@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import BUG, TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
 from lora_trainer.core.findings import folded, printable_lines
-from lora_trainer.core.launch import is_main_process
+from lora_trainer.core.launch import is_main_process, launched
 from lora_trainer.data.images.remote import RemoteError, fix_of
 
+FOR_MAIN = 5.0  # seconds
 TO_RESUME = "--resume then continues a run, unless it has checkpoint.save_state=false."
 
 
@@ -25,6 +27,8 @@ def report_error(error: Exception, *, debug: bool) -> int:
     if isinstance(error, UserError):
         if is_main_process() or error.every_process_reports:
             _print_problems(error.problems)
+        elif launched():
+            time.sleep(FOR_MAIN)  # torchrun ends the others as soon as one has failed: the main process is to report it
         return error.exit_code
     if is_out_of_memory(error):
         fix = f"Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1. {TO_RESUME}"

@@ -102,6 +102,7 @@ def build_step_context(
         await_gpu=processes.await_gpu,
         rank=processes.rank,
         world=processes.world,
+        compressed_to={"fp16": torch.float16, "bf16": torch.bfloat16}.get(config.train.gradient_compression or ""),
         texts=texts,
         shares=shares_of(adapter.masters, config.optimizer, other_lrs),
         timestep_rank=limit_timestep_ranks(config, denoiser, process),

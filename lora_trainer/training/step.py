@@ -102,6 +102,7 @@ class StepContext:
     await_gpu: Callable[[], None] = lambda: None  # raises ProcessLost, unlike other waits
     rank: int = 0
     world: int = 1
+    compressed_to: torch.dtype | None = None  # the precision that gradients are summed in over processes; None: fp32
     texts: TrainedTexts | None = None
     guidance: GuidanceTarget | None = None  # `loss.guidance_target`
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
@@ -195,17 +196,21 @@ def train_step(
             loss, sample_losses = backward(context, micro, samples)
         total += loss
         losses = losses if micro.is_idle else (*losses, sample_losses)
-    summed: list[Tensor] = []
+    summed, flats = list[list[Tensor]](), list[Tensor]()
     if context.reduce is not None:
         losses = (place_in_step(context, losses, samples),)
-        summed = [total, *losses, *all_gradients(context.masters)]
-        flat = torch.cat([each.flatten() for each in summed])
+        gradients = all_gradients(context.masters)
+        # What is summed at once: losses are never compressed.
+        summed = [[total, *losses], gradients] if context.compressed_to else [[total, *losses, *gradients]]
+        flats = [torch.cat([each.flatten() for each in some]) for some in summed]
+        flats[-1] = flats[-1].to(context.compressed_to)
     # After all processes have settled, one alone cannot repeat the step.
     with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
         gradients_are_there()
         if context.reduce is not None:
             with context.phase("all_reduce"):
-                spread(context.reduce(flat), summed)
+                for flat, some in zip(flats, summed, strict=True):
+                    spread(context.reduce(flat), some)
         set_lr(context.optimizer, settings.lr, context.shares, settings.momentum)
         norm, skipped = update(context, total, settings)
     # A product, since the scaler changes its own in place; on the device, so that nothing waits.

@@ -87,6 +87,11 @@ CLASHES = [
         {"compile__mode": "reduce-overhead"},
         "default",
     ),
+    ({"memory__fsdp": "full_shard"}, {"memory__blocks_to_swap": 4}, "auto"),
+    ({"memory__fsdp": "full_shard"}, {"memory__offload_activations": True}, False),
+    ({"memory__fsdp": "shard_grad_op"}, {"train__auto_find_micro_batch_size": True}, False),
+    ({"memory__fsdp": "shard_grad_op"}, {"hardware__channels_last": True}, "auto"),
+    ({"compile__enabled": True, "memory__fsdp": "full_shard"}, {"compile__mode": "reduce-overhead"}, "default"),
     ({"memory__weight_dtype": "fp8"}, {"memory__int8_matmul": True}, False),
     (
         {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},

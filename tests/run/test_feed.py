@@ -72,12 +72,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CachedData:
     return CachedData(samples, views, latent_keys, text_keys, empty, *stores, prior_weight=0.5, captions=rules)
 
 
-def feeds(data: CachedData, seed: int, effective: int, world: int, most: int) -> list[Feed]:
+def feeds(data: CachedData, seed: int, effective: int, world: int, most: int, learner: Any = LEARNER) -> list[Feed]:
     config = Config.model_validate(
         {"train": {"seed": seed, "effective_batch_size": effective}, "noise": {"offset": 0.1}}
     )
     places = [Processes(rank, world, CPU, None, lambda: None) for rank in range(world)]
-    return [make_feed(config, data, LEARNER, place, most, total=1000) for place in places]
+    return [make_feed(config, data, learner, place, most, total=1000) for place in places]
 
 
 def rows(micros: list[MicroBatch]) -> Counter[tuple[bytes, ...]]:
@@ -100,6 +100,21 @@ def test_training_samples_depend_only_on_the_step(data, seed, effective, start, 
             assert rows(micros) == expected
             assert expected.total() == whole.plan.size(step)
             assert all(len(micro.latents) <= most for micro in micros)
+
+
+@given(st.integers(0, 2**40), st.integers(1, 7), st.integers(0, 60), st.integers(1, 3))
+def test_processes_that_share_the_base_take_equally_many_passes(data, seed, effective, step, most):
+    """Those without a sample left take the others' passes with one of no weight, which counts nowhere."""
+    sharded = SimpleNamespace(**vars(LEARNER) | {"is_sharded": True})
+    together, alone = (feeds(data, seed, effective, 3, most, learner) for learner in (sharded, LEARNER))
+    passes = [feed.micros(step) for feed in together]
+    assert len({len(micros) for micros in passes}) == 1
+    assert max(len(feed.micros(step)) for feed in alone) == len(passes[0])
+    for feed, micros, usual in zip(together, passes, alone, strict=True):
+        assert rows([micro for micro in micros if not micro.is_idle]) == rows(usual.micros(step))
+        assert all(not micro.weights.any() for micro in micros if micro.is_idle)
+        assert feed.groups(step) == usual.groups(step)
+        assert feed.sample_counts(step) == usual.sample_counts(step)
 
 
 @given(st.integers(0, 2**40), st.integers(1, 7), st.integers(1, 30))

@@ -428,3 +428,17 @@ def test_advice_names_the_largest_saving_and_drops_the_small_beside_it(capsys: p
     advice = [line for line in capsys.readouterr().out.splitlines() if "would free" in line]
     assert len(advice) == 1
     assert advice[0].startswith("- memory.gradient_checkpointing=true would free ")
+
+
+def test_weights_are_divided_among_the_gpus_that_share_them() -> None:
+    """FLUX.1 in bf16 fits no GPU of 24 GiB without block swap. Over two each holds half of it and the gathered blocks."""
+    whole = plan_for(family="flux", memory__weight_dtype="bf16", memory__fsdp="full_shard", memory__limit_gib=24.0)
+    alone = replace(whole.demand, streaming=0, checkpointing=True)
+    weights = [parts_of(replace(alone, shards=gpus), 1, whole.fit.blocks, "bf16").weights for gpus in (1, 2, 4)]
+    assert weights[0] / 2 < weights[1] < 0.7 * weights[0]
+    assert weights[0] / 4 < weights[2] < weights[1]
+    assert not choose_fit(alone).fits
+    assert choose_fit(replace(alone, shards=2)).fits
+    kept = parts_of(replace(alone, shards=2, regathered=False), 1, whole.fit.blocks, "bf16").weights
+    assert kept > weights[0], "blocks that wait for their backward pass are there beside the parts"
+    assert any("on each of 2 GPUs" in line for line in whole.advice)

@@ -80,6 +80,7 @@ PARTS: dict[str, dict[str, object]] = {
         "captions__trigger_word": "<zobo>",
         "validation__every_n_steps": 2,
     },
+    "compressed": {"train__gradient_compression": "bf16", "validation__every_n_steps": 2},
     "texts": {"text_encoder__learning_rates": (1e-3,), "captions__dropout": 0.3, "validation__every_n_steps": 2},
 }
 EVERY_PART = [pytest.param(name, marks=() if name == "lion" else pytest.mark.slow) for name in PARTS]

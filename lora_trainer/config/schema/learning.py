@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lora_trainer.config.schema.types import (
     AdapterName,
+    CompressionName,
     Count,
     CountOrZero,
     EarlyStoppingMetricName,
@@ -260,6 +261,11 @@ class TrainSection(Section):
         None,
         "changes training",
         "constant learning rate from `swa_start` on; empty keeps the one that the LR scheduler has there",
+    )
+    gradient_compression: CompressionName | None = setting(
+        None,
+        "changes rounding",
+        "with several processes, sum their gradients in this precision: half of the bytes, and each gradient rounded; empty sums in fp32",
     )
     max_hours: Positive | None = setting(None, "changes nothing", "stop after this time, with everything saved")
     deterministic: bool = setting(

@@ -203,6 +203,7 @@ def make_plan(
         advice=(
             *too_small(config, architecture.facts, (*train, *validation)),
             *uncounted(config),
+            *over_several_gpus(config, demand, fit),
             *advice(demand, fit, architecture),
         ),
         adapter=ADAPTERS[config.lora.type].title,
@@ -366,6 +367,18 @@ def uncounted(config: Config) -> list[str]:
     return [
         f"{named} keeps every score, which is not counted, so a fit is not promised: hardware.attention_backend=auto keeps none."
     ]
+
+
+def over_several_gpus(config: Config, demand: Demand, fit: MemoryPlan) -> list[str]:
+    """The peak of each GPU where several share the base model's weights; the plan itself is of one."""
+    if config.memory.fsdp is None:
+        return []
+    peaks = {
+        gpus: parts_of(replace(demand, shards=gpus), fit.micro, fit.checkpointed, fit.precision, 0).peak
+        for gpus in (2, 4, 8)
+    }
+    shown = ", ".join(f"{peak:.1f} GiB on each of {gpus} GPUs" for gpus, peak in peaks.items())
+    return [f"memory.fsdp={config.memory.fsdp} divides the weights: the peak would be {shown}. The plan is of one GPU."]
 
 
 def advice(demand: Demand, fit: MemoryPlan, architecture: Architecture) -> list[str]:

@@ -87,7 +87,7 @@ CASES = [
     ("fp64", "full_shard", True),
     ("fp64", "shard_grad_op", False),
     ("fp8", "full_shard", True),
-    ("int8", "full_shard", False),
+    ("nf4", "full_shard", False),
 ]
 ROUNDING = {"fp64": 1e-12}  # else fp32's
 
