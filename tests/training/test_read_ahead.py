@@ -85,7 +85,7 @@ def test_an_all_reduce_out_of_memory_is_not_taken_for_a_lost_process(monkeypatch
 
     monkeypatch.setattr(processes, "Group", lambda *args: type("Alone", (), {"meet": None, "wait_until": None}))
     monkeypatch.setattr(processes, "_groups", [])
-    monkeypatch.setattr(processes, "all_reduce", full)
+    monkeypatch.setattr(processes.dist, "all_reduce", full)
     reduce = processes._together(0, 2, torch.device("cpu"), 1.0).reduce
     assert reduce is not None
     with pytest.raises(torch.OutOfMemoryError):
