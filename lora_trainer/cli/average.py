@@ -62,22 +62,30 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if is_run:
         return _run(arguments, paths[0], decay, target, problems)
     weights = _weights(arguments.weights, decay, len(paths), problems)
-    inputs = read_all(paths, problems, arguments.family)
+    inputs = read_all(paths, problems, arguments.family, any_kind=arguments.of == PARAMETERS)
 
     def write() -> ToolResult:
-        from lora_trainer.lora_files.combining import average_of_parameters, combine
-        from lora_trainer.lora_files.lora_inputs import common_header, origin_of, with_weight, write_result
+        from lora_trainer.lora_files.combining import average_of_parameters, combine, unchanged_rows
+        from lora_trainer.lora_files.lora_inputs import (
+            common_header,
+            origin_of,
+            with_weight,
+            write_changes,
+            write_result,
+        )
         from lora_trainer.lora_files.low_rank import RankLimits
 
         used, shares, notes = with_weight(inputs, weights)
-        loras = [each.pairs for each in used]
-        if arguments.of == PARAMETERS:
-            combined = average_of_parameters([each.path.name for each in used], loras, shares)
-        else:
-            combined = combine(loras, shares, None if rank is None else RankLimits(rank=rank))
         details = {"weights": shares, "of": arguments.of or UPDATES, "rank": rank}
         header = common_header(used) | origin_of("average", used, **details)
-        result = write_result(combined, used[0].file, header, target)
+        if arguments.of == PARAMETERS:
+            states = [each.weights for each in used]
+            mean = average_of_parameters([each.path.name for each in used], states, shares)
+            result = write_changes(mean, unchanged_rows(mean.modules), used[0].file, header, target)
+        else:
+            keep = None if rank is None else RankLimits(rank=rank)
+            combined = combine([each.pairs for each in used], shares, keep)
+            result = write_result(combined, used[0].file, header, target)
         return replace(result, notes=(*notes, *result.notes))
 
     result = run_write(target.path, write)

@@ -28,6 +28,7 @@ from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 HASHED_AT_ONCE = 1 << 22  # bytes
 OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
+STYLES = (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), ("oft_unet_", "sd-scripts' OFT"))
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -159,7 +160,7 @@ def _style(keys: Sequence[str], found: Collected) -> str:
         return "original, model first"
     if any(key.startswith(("unet.", "transformer.", "text_encoder")) for key in keys):
         return f"diffusers, original names{_halves(found)}" if theirs else f"diffusers{_halves(found)}"
-    for beginning, style in (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS")):
+    for beginning, style in STYLES:
         if any(key.startswith(beginning) for key in keys):
             return style
     if found.form not in ("kohya", "lycoris") or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):

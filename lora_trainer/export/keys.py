@@ -24,6 +24,7 @@ COMPONENT_OF_PREFIX: Mapping[str, str] = {
     "lora_unet": DENOISER,
     "lora_transformer": DENOISER,
     "lycoris": DENOISER,
+    "oft_unet": DENOISER,
     "lora_te": "text_encoder",
     "lora_te1": "text_encoder",
     "lora_te2": "text_encoder_2",

@@ -25,10 +25,12 @@ from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, 
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
 
 MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
+SD_SCRIPTS_OFT = "oft_unet_"  # the beginning of its OFT network's names
 SHOWN = 3  # names listed in one message
 OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
     ".oft_R": "OFT as peft rotates it, by inputs,",
     ".boft_": "BOFT",
+    ".oft_blocks.": "OFT with blocks of their own for the parts of a fused layer (sd-scripts' networks.oft_flux)",
     ".a1.weight": "GLoRA",
     ".b1.weight": "GLoRA",
     ".on_input": "IA3",
@@ -85,7 +87,7 @@ HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")
 def other_method(keys: Sequence[str]) -> str | None:
     """The method of a file's keys that is not read; None when all may be."""
     for mark, method in OTHER_METHODS.items():
-        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_") and mark in key) for key in keys):
+        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in keys):
             return method
     return None
 
@@ -246,9 +248,11 @@ def _updates(
         tensors = {part: _wide(tensor) for part, tensor in parts.items() if part not in ("alpha", *MAGNITUDES)}
         if set(tensors) <= {"down", "up", "mid"}:
             continue
-        alpha = parts.get("alpha")
+        alpha = None if "alpha" not in parts else float(parts["alpha"].float().reshape(-1)[0])
         try:
-            updates[name] = update_of(tensors, None if alpha is None else float(alpha.float().reshape(-1)[0]))
+            if name.startswith(SD_SCRIPTS_OFT) and alpha == 0.0:
+                raise ValueError("by an alpha of 0 sd-scripts' OFT turns nothing, where LyCORIS' has no bound")
+            updates[name] = update_of(tensors, alpha)
         except ValueError as error:
             updates[name] = None
             problems.append(Problem(f"{file}: {name}: {error}.", "Export it again, with one kind for each layer."))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -447,6 +447,40 @@ def rows_of(update: LayerUpdate, begin: int, end: int, swapped: bool) -> LayerUp
     magnitude = update.magnitude[begin:end]
     turned = torch.cat([*reversed(magnitude.chunk(2))]) if swapped else magnitude
     return replace(update, change=RowsUpdate(update.change, begin, end, swapped), magnitude=turned)
+
+
+def have_same_parameters(one: LayerUpdate, other: LayerUpdate) -> bool:
+    """Whether two changes have the same kind and alpha, and tensors of the same names and shapes."""
+    if type(one) is not type(other) or one.alpha != other.alpha:
+        return False
+    if isinstance(one, DecomposedUpdate) and isinstance(other, DecomposedUpdate):
+        same = one.of_base == other.of_base and one.magnitude.shape == other.magnitude.shape
+        return same and have_same_parameters(one.change, other.change)
+    if isinstance(one, RowsUpdate) and isinstance(other, RowsUpdate):
+        same = (one.begin, one.end, one.swapped) == (other.begin, other.end, other.swapped)
+        return same and have_same_parameters(one.change, other.change)
+    shapes = [{name: each.shape for name, each in update.parts().items()} for update in (one, other)]
+    return shapes[0] == shapes[1]
+
+
+def mean_of(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The mean of tensors of one shape in fp32, computed in float64; shares sum to 1."""
+    return torch.stack([each.double() * share for each, share in zip(tensors, shares, strict=True)]).sum(0).float()
+
+
+def mean_of_parameters(updates: Sequence[LayerUpdate], shares: Sequence[float]) -> LayerUpdate:
+    """The change whose tensors, in fp32, are the mean of those of `updates`, which have the same parameters; shares sum to 1."""
+    first = updates[0]
+    if isinstance(first, DecomposedUpdate | RowsUpdate):
+        same = [each for each in updates if isinstance(each, DecomposedUpdate | RowsUpdate)]
+        whole = replace(first, change=mean_of_parameters([each.change for each in same], shares))
+        magnitudes = [each.magnitude for each in same if isinstance(each, DecomposedUpdate)]
+        return replace(whole, magnitude=mean_of(magnitudes, shares)) if isinstance(whole, DecomposedUpdate) else whole
+    parts = [update.parts() for update in updates]
+    means = {name: mean_of([each[name] for each in parts], shares) for name in parts[0] if name != "alpha"}
+    if isinstance(first, LoraPair):
+        return LoraPair(means["lora_down.weight"], means["lora_up.weight"], first.alpha)
+    return replace(cast("FactorUpdate", first), tensors=means)
 
 
 KINDS: Mapping[str, type[FactorUpdate]] = {  # by the beginning of the ends of a file's names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +12,10 @@ import torch
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export.convert import relative_difference
+from lora_trainer.export.keys import DORA_OVER, OF_BASE
 from lora_trainer.export.reading import some
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.export.updates import have_same_parameters, mean_of, mean_of_parameters
+from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
 from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compress, join_pairs, scale_updates, sharing
 
 
@@ -59,48 +61,46 @@ def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: RankLi
     return Combined(replace(whole, modules=modules), tuple(layers[name] for name in exact), exact)
 
 
-def average_of_parameters(names: Sequence[str], loras: Sequence[LoraWeights], weights: Sequence[float]) -> Combined:
-    """The average of the halves of several states of one LoRA, as an EMA or SWA of the training would be.
+def average_of_parameters(
+    names: Sequence[str], states: Sequence[AdapterWeights], weights: Sequence[float]
+) -> AdapterWeights:
+    """The average of the parameters of several states of one adapter of any kind, in fp32, as SWA or an EMA of the training would be.
 
-    The product of averages is no average of products: between LoRAs that were trained apart it means nothing. `names` are
-    those of the files. Raises UsageError, all problems at once, for LoRAs that are no states of one.
+    A change by averaged factors is no average of changes: between files that were trained apart it means nothing. `names` are
+    those of the files. Raises UsageError, all problems at once, for files that are no states of one adapter, and for DoRAs that
+    were rewritten for ComfyUI: their magnitudes are no parameters.
     """
-    first = loras[0]
+    first = states[0]
     problems = []
-    for name, lora in zip(names[1:], loras[1:], strict=True):
-        both = set(first.modules) & set(lora.modules)
-        if others := sorted(set(first.modules) ^ set(lora.modules)):
+    for name, state in zip(names, states, strict=True):
+        both = set(first.modules) & set(state.modules)
+        if state.metadata.get(DORA_OVER) == OF_BASE:
+            message = f"{name} is a DoRA rewritten for ComfyUI, whose magnitudes were not trained."
+            problems.append(Problem(message, "Average the files that it was converted from."))
+        if others := sorted(set(first.modules) ^ set(state.modules)):
             message = f"{name} and {names[0]} have different layers ({some(others)})."
-            problems.append(Problem(message, "Average updates (--of updates), or name states of one run."))
-        if unlike := [each for each in sorted(both) if not _alike(first.modules[each], lora.modules[each])]:
-            message = f"{name} and {names[0]} have different ranks or alphas in {counted(len(unlike), 'layer')} ({some(unlike)})."
-            problems.append(Problem(message, "Average updates (--of updates), or name states of one run."))
+            problems.append(Problem(message, "Name states of one run, or average updates (--of updates)."))
+        if unlike := [
+            each for each in sorted(both) if not have_same_parameters(first.modules[each], state.modules[each])
+        ]:
+            what = f"different kinds, ranks or alphas in {counted(len(unlike), 'layer')} ({some(unlike)})"
+            fix = "Name states of one run, or average updates (--of updates)."
+            problems.append(Problem(f"{name} and {names[0]} have {what}.", fix))
     if problems:
         raise UsageError(problems)
     shares = [weight / sum(weights) for weight in weights]
-
-    def mean(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        return sum(
-            (each.double() * share for each, share in zip(tensors, shares, strict=True)), torch.tensor(0.0)
-        ).float()
-
-    modules = {
-        name: LoraPair(
-            mean(lora.modules[name].down for lora in loras), mean(lora.modules[name].up for lora in loras), pair.alpha
-        )
-        for name, pair in first.modules.items()
-    }
+    modules = {name: mean_of_parameters([state.modules[name] for state in states], shares) for name in first.modules}
     tokens = {
-        word: mean(lora.embeddings[word] for lora in loras)
+        word: mean_of([state.embeddings[word] for state in states], shares)
         for word in first.embeddings
-        if all(word in lora.embeddings for lora in loras)
+        if all(word in state.embeddings for state in states)
     }
-    layers = tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in modules.items())
-    return Combined(LoraWeights(modules, embeddings=tokens, family=first.family), layers, modules)
+    return AdapterWeights(modules, embeddings=tokens, family=first.family)
 
 
-def _alike(one: LoraPair, other: LoraPair) -> bool:
-    return one.alpha == other.alpha and one.down.shape == other.down.shape and one.up.shape == other.up.shape
+def unchanged_rows(modules: Mapping[str, LayerUpdate]) -> tuple[LayerRow, ...]:
+    """The rows of layers that keep their ranks."""
+    return tuple(LayerRow(name, each.rank, each.rank, norm=each.norm) for name, each in modules.items())
 
 
 def cast_for_storage(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:

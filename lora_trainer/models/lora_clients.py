@@ -38,6 +38,8 @@ def clients(file: Inspected) -> list[Client]:
     kinds = {update.algorithm for update in file.weights.modules.values()} - {"lora"}
     if kinds:
         others = [Client(name, "unknown", "not looked at for other kinds than LoRA") for name in PROGRAMS[2:]]
+        if file.style == "sd-scripts' OFT":
+            others[1] = Client(PROGRAMS[3], "whole", "with networks.oft, which writes these names")
         return [_diffusers_of(file, family, kinds), _comfyui_of(file, family, kinds), *others]
     return [_diffusers(file, family), _comfyui(file, family), _webui(file), _sd_scripts(file, family)]
 
@@ -58,6 +60,8 @@ def _comfyui_of(file: Inspected, family: Family | None, kinds: set[str]) -> Clie
     name = PROGRAMS[1]
     if file.style == "diffusers" and "dora" in kinds:
         return Client(name, "in part", "it does not read a DoRA's magnitudes by these names")
+    if file.style == "sd-scripts' OFT":
+        return Client(name, "not", "it knows no names that begin with oft_unet_; convert --to lora")
     if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
         return Client(name, "unknown")
     if DORA_OVER in file.weights.metadata:

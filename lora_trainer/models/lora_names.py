@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lora_trainer.export.weights import AdapterWeights, LoraWeights
 
 
-WITHOUT_DOTS = ("lora_", "lycoris_")  # beginnings of names in which dots became underscores
+WITHOUT_DOTS = ("lora_", "lycoris_", "oft_unet_")  # beginnings of names in which dots became underscores
 NUMBERED_BLOCK = re.compile(r"(\w+\.\w+)\.(\d+)\.")  # `transformer.single_transformer_blocks`, and its number
 
 

@@ -12,6 +12,7 @@ from lora_trainer.core.io import read_json
 from lora_trainer.export.convert import SourceFile
 from lora_trainer.export.weights import AdapterWeights
 from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
+from lora_trainer.lora_files.combining import unchanged_rows
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import read_source
@@ -50,6 +51,6 @@ def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable
     family = FAMILIES[own.weights.family] if own is not None and own.weights.family else read_model(config)[0]
     averaged = average_of_checkpoints(paths, weights_of(len(paths)))
     weights = replace(lora_weights(config, family, averaged), family=family.name)
-    layers = tuple(LayerRow(name, each.rank, each.rank, norm=each.norm) for name, each in weights.modules.items())
+    layers = unchanged_rows(weights.modules)
     like = own or SourceFile(replace(weights, modules={}), "kohya")
     return RunAverage(folder.resolve().name, weights, layers, like, tuple(step_of(path) for path in paths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.export.updates import WholeUpdate
+from lora_trainer.core.errors import UsageError
+from lora_trainer.export.updates import DecomposedUpdate, KroneckerUpdate, RowsUpdate, WholeUpdate
 from lora_trainer.export.weights import AdapterWeights, LoraPair, LoraWeights
 from lora_trainer.lora_files.averaging import ema_weights
 from lora_trainer.lora_files.combining import average_of_parameters, cast_for_storage, combine
@@ -208,7 +210,7 @@ def test_a_change_of_any_kind_becomes_the_nearest_lora(lora, rank):
 
 def test_an_average_of_parameters_is_that_of_the_halves_and_one_of_updates_that_of_products():
     first, second = (LoraWeights({NAMES[0]: pair(SHAPES[NAMES[0]], 4, 2.0, seed)}) for seed in (1, 2))
-    mean = average_of_parameters(["a", "b"], [first, second], [3.0, 1.0]).weights.modules[NAMES[0]]
+    mean = average_of_parameters(["a", "b"], [first, second], [3.0, 1.0]).modules[NAMES[0]]
     one, other = first.modules[NAMES[0]], second.modules[NAMES[0]]
     assert torch.allclose(mean.down, one.down * 0.75 + other.down * 0.25, atol=1e-6)
     assert torch.allclose(mean.up, one.up * 0.75 + other.up * 0.25, atol=1e-6)
@@ -216,6 +218,36 @@ def test_an_average_of_parameters_is_that_of_the_halves_and_one_of_updates_that_
     exact = delta(first, NAMES[0]) * 0.75 + delta(second, NAMES[0]) * 0.25
     assert share_of_error(delta(updates, NAMES[0]), exact) < 1e-6
     assert share_of_error(mean.delta().double(), exact) > 0.1
+
+
+def test_an_average_of_parameters_of_another_kind_is_that_of_its_factors():
+    """Of a DoRA of a LoKr too, and of the rows of a fused layer; not of states that are unlike."""
+    generator = torch.Generator().manual_seed(3)
+
+    def state(alpha: float = 2.0) -> AdapterWeights:
+        shapes = {"lokr_w1": (4, 2), "lokr_w2_a": (3, 2), "lokr_w2_b": (2, 5)}
+        lokr = KroneckerUpdate({name: torch.randn(each, generator=generator) for name, each in shapes.items()}, alpha)
+        magnitude = torch.rand(12, 1, generator=generator)
+        fused = RowsUpdate(replace(lokr, tensors={name: 2 * each for name, each in lokr.tensors.items()}), 3, 9)
+        return AdapterWeights({"unet.a": DecomposedUpdate(lokr, magnitude), "unet.b": fused})
+
+    first, second = state(), state()
+    mean = average_of_parameters(["a", "b"], [first, second], [1.0, 3.0]).modules
+    for name, found in mean.items():
+        one, other = first.modules[name], second.modules[name]
+        for end in one.change.tensors:
+            expected = one.change.tensors[end] * 0.25 + other.change.tensors[end] * 0.75
+            assert torch.allclose(found.change.tensors[end], expected, atol=1e-6)
+    magnitudes = [each.modules["unet.a"].magnitude for each in (first, second)]
+    assert torch.allclose(mean["unet.a"].magnitude, magnitudes[0] * 0.25 + magnitudes[1] * 0.75, atol=1e-6)
+    assert (mean["unet.b"].begin, mean["unet.b"].end) == (3, 9)
+    for_comfyui = replace(second, metadata={"lora_trainer.dora_over": "base"})
+    with pytest.raises(UsageError) as refused:
+        average_of_parameters(["a", "b", "c"], [first, state(alpha=1.0), for_comfyui], [1.0, 1.0, 1.0])
+    reasons = [problem.message for problem in refused.value.problems]
+    assert len(reasons) == 2
+    assert "different kinds, ranks or alphas in 2 layers" in reasons[0]
+    assert "rewritten for ComfyUI" in reasons[1]
 
 
 @given(st.integers(1, 30), st.floats(0.01, 1.0))

@@ -250,3 +250,46 @@ def test_the_command_that_writes_a_lora_names_the_base_model_where_the_kind_need
     pair = LoraPair(torch.ones(1, 4), torch.ones(4, 1), 1.0)
     assert to_lora([pair]).endswith("--rank N")
     assert to_lora([pair, DecomposedUpdate(pair, torch.ones(4, 1))]).endswith("--rank N --model BASE")
+
+
+def test_an_oft_in_sd_scripts_names_becomes_the_lora_that_it_is_in_those_of_lycoris(pipeline, tmp_path, capsys):
+    """With a bound that the angles are beyond."""
+    unet = base_unet(pipeline)
+    tensors = load_file(written(tmp_path, "oft", trained("oft", unet), base_unet(pipeline), "sd15"))
+    tensors = {key: torch.tensor(1e-4) if key.endswith(".alpha") else each for key, each in tensors.items()}
+    found = []
+    for prefix in ("lora_unet_", "oft_unet_"):
+        named = {key.replace("lora_unet_", prefix): each for key, each in tensors.items()}
+        path, out = tmp_path / f"{prefix}.safetensors", tmp_path / f"{prefix}lora.safetensors"
+        save_file(named, path)
+        base = ["--model", str(pipeline.folder / "base.safetensors"), "--family", "sd15"]
+        assert main(["convert", str(path), str(out), "--to", "lora", "--rank", "4", *base]) == 0, (
+            capsys.readouterr().err
+        )
+        found.append(load_file(out))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert any(bool(each.any()) for key, each in found[0].items() if "lora_up" in key)
+
+
+@pytest.mark.parametrize("kind", ["dora", "loha"])
+def test_states_of_one_run_are_averaged_by_their_factors(kind, pipeline, tmp_path, capsys):
+    """Not a file with the average of its changes, which is refused with what to do."""
+    paths = []
+    for steps in (2, 4):
+        (tmp_path / str(steps)).mkdir()
+        weights = trained(kind, base_unet(pipeline), steps)
+        paths.append(written(tmp_path / str(steps), kind, weights, base_unet(pipeline), "sd15"))
+    out = tmp_path / "mean.safetensors"
+    command = ["average", *map(str, paths), "--weights", "1", "3", "--output", str(out)]
+    assert main([*command, "--of", "parameters"]) == 0, capsys.readouterr().err
+    first, second, mean = (load_file(path) for path in (*paths, out))
+    assert mean.keys() == first.keys()
+    for key, each in mean.items():
+        assert torch.allclose(each, first[key] * 0.25 + second[key] * 0.75, rtol=1e-5, atol=1e-7), key
+    assert read_adapter(out).metadata["ss_output_name"] == "mean"
+    capsys.readouterr()
+    assert main([*command, "--overwrite"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "not a plain LoRA" in error
+    assert "convert IN OUT --to lora" in error

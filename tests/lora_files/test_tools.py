@@ -422,7 +422,7 @@ BAD = {
     "one file": (["average", "sd15", "--output", "o.safetensors"], "One file has no average"),
     "other ranks": (
         ["average", "sd15", "sd15c", "--of", "parameters", "--output", "o.safetensors"],
-        "different ranks or alphas",
+        "different kinds, ranks or alphas",
     ),
     "no run": (["average", "words", "--output", "o.safetensors"], "is no run"),
     "steps": (["average", ".", "--steps", "9..3", "--output", "o.safetensors"], "ends before it begins"),
