@@ -28,16 +28,19 @@ def settings_against(config: Config) -> str:
     return ", ".join(name for name, is_set in found.items() if is_set)
 
 
+def base_of(config: Config) -> tuple[object, ...] | None:
+    """What is equal of runs that can train on one base; None for a run that trains on its own."""
+    return None if settings_against(config) else tuple(getattr(config, section) for section in OF_THE_BASE)
+
+
 def claim_others(store: JobStore, first: QueuedJob, most: int) -> Iterator[QueuedJob]:
     """Claim waiting jobs that can train on the base of `first`, at most `most`, in the order of the store."""
     config = config_of(store, first) if most > 0 else None
-    if config is None or settings_against(config):
+    if config is None or (base := base_of(config)) is None:
         return
     for job in store.read_jobs():
         own = config_of(store, job) if most > 0 and job.status == "waiting" else None
-        if own is None or settings_against(own):
-            continue
-        if any(getattr(own, section) != getattr(config, section) for section in OF_THE_BASE):
+        if own is None or base_of(own) != base:
             continue
         if (claimed := store.claim(job.name)) is not None:
             most -= 1

@@ -18,7 +18,7 @@ A search is in OUTPUT/NAME: its trials (each an ordinary run), study.db,
 search.json, best.toml and report.html. The same command continues a search
 that was stopped or killed.
 """
-OF_SEARCH = ("space", "trials", "sampler", "pruner", "objective", "jobs", "confirm", "confirm_data")
+OF_SEARCH = ("space", "trials", "sampler", "pruner", "objective", "jobs", "together", "confirm", "confirm_data")
 OF_RANGE = ("low", "high")
 
 
@@ -47,6 +47,12 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--jobs", type=int, metavar="N", help="trials at once, each a process with its own copy of the base model (1)"
+    )
+    group.add_argument(
+        "--together",
+        type=int,
+        metavar="K",
+        help="trials that each of these trains at once on one base model, whose layers run once for all of them (1)",
     )
     group.add_argument(
         "--confirm",
@@ -104,7 +110,9 @@ def search_with(arguments: argparse.Namespace, presets: list[Layer], user: list[
     from lora_trainer.search.confirm import Confirmation
     from lora_trainer.search.searching import SearchOrder, run_search
 
-    wanted = None if arguments.confirm is None else Confirmation(arguments.confirm, tuple(arguments.confirm_data))
+    together = 1 if arguments.together is None else arguments.together
+    data = tuple(arguments.confirm_data)
+    wanted = None if arguments.confirm is None else Confirmation(arguments.confirm, data, together)
     order = SearchOrder(
         shared=Shared(tuple(presets), tuple(user)),
         resolved=resolved,
@@ -114,6 +122,7 @@ def search_with(arguments: argparse.Namespace, presets: list[Layer], user: list[
         objective=arguments.objective or "validation",
         trials=arguments.trials,
         jobs=1 if arguments.jobs is None else arguments.jobs,
+        together=together,
         confirmation=wanted,
     )
     return run_search(order, plain_console())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ from lora_trainer.batch.executors.local import kept_families
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
-from lora_trainer.core.interrupt import stop_if_signalled
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.inputs import Inputs, read_inputs
 from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow
-from lora_trainer.search.trials import TrialEnd, run_trial, trial_settings, values_layer
-from lora_trainer.training.steering import Steering
+from lora_trainer.search.trials import SearchRun, TrialEnd, run_trials, trial_settings, values_layer
 
 FOLDER = "confirm"  # of the runs
 ARMS = ("best", "default")
@@ -35,10 +34,11 @@ SPLITS_TRIED = 1000  # split seeds, to find validation images that no trial was 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """How many pairs are trained; `data` are images in place of the search's own."""
+    """How many pairs are trained; `data` are images in place of the search's own. So many runs train `together` on one base."""
 
     pairs: int
     data: tuple[str, ...] = ()
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,24 +92,33 @@ def confirm(
     console.print(
         f"confirming trial {best.number} against the default setting: {counted(wanted.pairs, 'pair')}, new seeds, {where}"
     )
-    families, pairs = kept_families(FAMILIES), list[ConfirmedPair]()
-    for number, (split_seed, shared) in enumerate(splits, 1):
+    families, ends, pairs = kept_families(FAMILIES), dict[tuple[int, str], TrialEnd](), dict[int, ConfirmedPair]()
+    runs = list[SearchRun]()
+
+    def ended(number: int, arm: str, end: TrialEnd) -> None:
+        ends[number, arm] = end
+        of_pair = {arm: ends[number, arm] for arm in ARMS if (number, arm) in ends}
+        if len(of_pair) < len(ARMS):
+            return
+        pairs[number] = pair_of(plan, number, *splits[number - 1], of_pair)
+        shown = [f"{arm} {'failed' if end.value is None else format(end.value, '.4g')}" for arm, end in of_pair.items()]
+        console.print(f"pair {number}: {OBJECTIVES[plan.objective]} {', '.join(shown)} {pairs[number].reason}".rstrip())
+
+    for number, (split_seed, _) in enumerate(splits, 1):
         values = values_layer("--confirm", {"train.seed": plan.seed + number, "validation.split_seed": split_seed})
-        ends: dict[str, TrialEnd] = {}
         for arm in ARMS:
             searched = [values_layer(f"trial {best.number}", best.values)] if arm == "best" else []
             # A folder of one trial's pairs: with more trials another one may become the best.
             place = folder / FOLDER / f"trial-{best.number:04d}" / f"{arm}-{number}"
 
+            @cache
             def make_settings(place: Path = place, layers: Sequence[Layer] = (*of_data, *searched, values)) -> Resolved:
                 return trial_settings(plan, place, layers, lambda resolved: read_inputs(resolved.config).train)
 
-            ends[arm] = run_trial(place, make_settings, plan.objective, families, Steering())
-            stop_if_signalled()
-        pairs.append(pair_of(plan, number, split_seed, shared, ends))
-        shown = [f"{arm} {'failed' if end.value is None else format(end.value, '.4g')}" for arm, end in ends.items()]
-        console.print(f"pair {number}: {OBJECTIVES[plan.objective]} {', '.join(shown)} {pairs[-1].reason}".rstrip())
-    confirmed = compare_pairs(pairs, plan, where)
+            runs.append(SearchRun(place, make_settings, partial(ended, number, arm)))
+    for start in range(0, len(runs), wanted.together):
+        run_trials(runs[start : start + wanted.together], plan.objective, families)
+    confirmed = compare_pairs([pairs[number] for number in sorted(pairs)], plan, where)
     console.print(confirmed.text)
     return confirmed
 

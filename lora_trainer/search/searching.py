@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from rich.console import Console
 
 from lora_trainer.batch.executors.local import be_worker, kept_families, run_processes
 from lora_trainer.batch.folders import Shared
+from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.resuming import CHANGES_NOTHING
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import DONE, SIGNALED, TRAINING_FAILED, Problem, UsageError, gathering
 from lora_trainer.core.findings import counted
-from lora_trainer.core.interrupt import Stopped, listening, stop_if_signalled
+from lora_trainer.core.interrupt import Stopped, listening
 from lora_trainer.core.intervals import FEWEST_VALUES, MOST_VALUES
 from lora_trainer.core.launch import launched
 from lora_trainer.data.split import FEWEST_COMPARED
@@ -29,6 +31,7 @@ from lora_trainer.monitor.progress import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
 from lora_trainer.run.folder import locked
+from lora_trainer.run.folds import with_settings
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
@@ -45,6 +48,7 @@ from lora_trainer.search.study import (
     SECONDS,
     STEPS,
     STUDY_FILE,
+    TOGETHER,
     SearchPlan,
     TrialRow,
     best_trial,
@@ -59,7 +63,15 @@ from lora_trainer.search.study import (
     read_trials,
     release_trial,
 )
-from lora_trainer.search.trials import TRIALS, TrialEnd, pruning, run_trial, trial_settings, values_layer
+from lora_trainer.search.trials import (
+    TRIALS,
+    SearchRun,
+    TrialEnd,
+    pruning,
+    run_trials,
+    trial_settings,
+    values_layer,
+)
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -71,7 +83,10 @@ ENDING = "-search"  # of the default name
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """A search as it was ordered. `trials` is None for the sampler's usual number; `confirmation` for none."""
+    """A search as it was ordered. `trials` is None for the sampler's usual number; `confirmation` for none.
+
+    Each of `jobs` processes trains as many trials `together` on one base model.
+    """
 
     shared: Shared
     resolved: Resolved
@@ -81,6 +96,7 @@ class SearchOrder:
     objective: str = "validation"
     trials: int | None = None
     jobs: int = 1
+    together: int = 1
     confirmation: Confirmation | None = None
 
     @property
@@ -105,6 +121,7 @@ def run_search(order: SearchOrder, console: Console) -> int:
         with locked(folder, "Wait for it, or choose another --name."):
             study = open_study(folder, plan)
             continue_or_refuse(folder, study, plan, trials)
+            study.set_user_attr(TOGETHER, order.together)
             show_plan(order, plan, trials, inputs, console)
             write_outcome(folder, study, plan)
             try:
@@ -133,7 +150,7 @@ def check_order(order: SearchOrder) -> int:
     if grid and trials > len(grid):
         message = f"--trials is {trials}, but the grid has {counted(len(grid), 'combination')}."
         problems.append(Problem(message, "Leave --trials out to train all of them."))
-    for flag, value in (("--trials", order.trials), ("--jobs", order.jobs)):
+    for flag, value in (("--trials", order.trials), ("--jobs", order.jobs), ("--together", order.together)):
         if value is not None and value < 1:
             problems.append(Problem(f"{flag} is {value}, must be at least 1.", "Set 1 or more."))
     problems.extend(wrong_settings(order))
@@ -158,6 +175,9 @@ def check_order(order: SearchOrder) -> int:
 def wrong_settings(order: SearchOrder) -> list[Problem]:
     """Settings of all trials that a search cannot have."""
     problems, config = list[Problem](), order.resolved.config
+    if order.together > 1 and (against := settings_of_all_against(order)):
+        message = f"--together is {order.together}, but every trial would train on a base model of its own: {against}."
+        problems.append(Problem(message, "Leave it out of the space and the settings, or leave --together out."))
     if config.validation.split == 0.0:
         message = "validation.split is 0, but trials are compared by images that they do not train on."
         problems.append(Problem(message, "Leave it empty, or set a share such as 0.2."))
@@ -176,6 +196,19 @@ def wrong_settings(order: SearchOrder) -> list[Problem]:
         message = f"optimizer.learning_rate is searched, but optimizer.name is {name}, which finds its own."
         problems.append(Problem(message, "Remove it from the space, or choose another optimizer."))
     return problems
+
+
+def settings_of_all_against(order: SearchOrder) -> str:
+    """The settings for which no two trials can share a base; empty where some can."""
+    config = order.resolved.config
+    for parameter in order.space:
+        if parameter.when:  # not in every trial
+            continue
+        section, _, key = parameter.setting.partition(".")
+        values = parameter.choices or (parameter.low,)
+        each_of = [with_settings(config, {section: {key: value}}) for value in values]
+        config = min(each_of, key=lambda each: len(settings_against(each)))
+    return settings_against(config)
 
 
 def read_for_trials(order: SearchOrder, console: Console) -> tuple[Inputs, dict[str, dict[str, Any]]]:
@@ -276,7 +309,7 @@ def train_trials(folder: Path, study: Study, jobs: int, console: Console) -> Non
         if left == 0:
             return
         before = progress_made(study)
-        codes = run_processes(search_alone, folder, min(jobs, left))
+        codes = run_processes(search_alone, folder, min(jobs, -(-left // study.user_attrs[TOGETHER])))
         if stopped := [code for code in codes if code > SIGNALED]:
             raise Stopped(stopped[0])
         if progress_made(study) == before:
@@ -299,7 +332,7 @@ def search_alone(path: str, environment: dict[str, str]) -> None:
 
 
 def work_on_trials(folder: Path, families: Mapping[str, Family], console: Console) -> None:
-    """Train one trial after the other until none is left. Raises Stopped."""
+    """Train trials, as many at once as train together, until none is left. Raises Stopped."""
     study = open_study(folder)
     plan = kept_plan(study)
     assert plan is not None
@@ -311,24 +344,28 @@ def work_on_trials(folder: Path, families: Mapping[str, Family], console: Consol
             train_images = read_inputs(resolved.config).train
         return train_images
 
-    while (trial := claim_trial(folder, study, plan)) is not None:
-        number, values = trial.number, dict(trial.params)
+    def run_of(trial: Trial) -> SearchRun:
+        number, values, place = trial.number, dict(trial.params), folder / TRIALS / f"{trial.number:04d}"
         console.print(f"trial {number}: {described_values(values)}")
 
-        def make_settings(number: int = number, values: Mapping[str, Any] = values) -> Resolved:
-            place = folder / TRIALS / f"{number:04d}"
+        @cache
+        def make_settings() -> Resolved:
             return trial_settings(plan, place, [values_layer(f"trial {number}", values)], read_train)
 
-        place = folder / TRIALS / f"{number:04d}"
-        try:
-            end = run_trial(place, make_settings, plan.objective, families, pruning(trial, plan))
-        except (KeyboardInterrupt, SystemExit):
-            release_trial(trial)
-            raise
-        finish_trial(trial, end)
-        write_outcome(folder, study, plan)
-        console.print(f"trial {number}: {ended_line(study, plan, number, end)}")
-        stop_if_signalled()  # a signal that came when the trial was as good as done
+        def ended(end: TrialEnd) -> None:
+            finish_trial(trial, end)
+            write_outcome(folder, study, plan)
+            console.print(f"trial {number}: {ended_line(study, plan, number, end)}")
+
+        return SearchRun(place, make_settings, ended, lambda: release_trial(trial), pruning(trial, plan))
+
+    while True:
+        runs = list[SearchRun]()
+        while len(runs) < study.user_attrs[TOGETHER] and (trial := claim_trial(folder, study, plan)) is not None:
+            runs.append(run_of(trial))
+        if not runs:
+            return
+        run_trials(runs, plan.objective, families)
 
 
 def finish_trial(trial: Trial, end: TrialEnd) -> None:

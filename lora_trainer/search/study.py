@@ -37,6 +37,7 @@ OBJECTIVES = {"validation": "validation loss", "verdict": "LoRA score"}
 STARTUP_TRIALS = 10  # of TPE, drawn at random
 FIRST_STAGE, LAST_STAGE, REDUCTION = 11, 100, 3  # of Hyperband, in percent of a run: stages at 11, 33 and 99
 FULL_BEFORE_MEDIAN = 5  # complete trials before the median prunes
+TOGETHER = "together"  # attribute of the study: trials that a process trains on one base
 # Attributes of trials in the study.
 HOLDER, DEATHS, ENDED, REASON, STEPS, SECONDS = "holder", "deaths", "ended", "reason", "steps", "seconds"
 MISSING = Problem("search needs Optuna, which is not installed.", "Install it: pip install 'lora-trainer[search]'")

@@ -6,14 +6,16 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from lora_trainer.batch.worker import RunLog, last_words
+from lora_trainer.batch.joint_jobs import base_of
+from lora_trainer.batch.worker import RunLog, last_words, run_together
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved
-from lora_trainer.core.errors import DONE, LORA_REFUSED, SIGNALED
-from lora_trainer.core.interrupt import Stopped
+from lora_trainer.core.errors import DONE, LORA_REFUSED, SIGNALED, UsageError
+from lora_trainer.core.interrupt import Stopped, stop_if_signalled
 from lora_trainer.data.sample import Sample
 from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console
@@ -30,6 +32,8 @@ from lora_trainer.training.steering import RegularValidation, Steering
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+    from lora_trainer.training.run_group import Member
+
 TRIALS = "trials"  # the folder of their runs
 VALIDATIONS = 9  # of a trial, unless validation.every_n_steps is set: a ninth of a run is the pruner's first stage
 CHECKPOINTS = 3
@@ -45,6 +49,17 @@ class TrialEnd:
     reason: str = ""
     steps: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class SearchRun:
+    """A run that a search trains: its folder, settings and steering; `ended` is called with its end, `stopped` if a signal came first."""
+
+    folder: Path
+    make_settings: Callable[[], Resolved]
+    ended: Callable[[TrialEnd], None]
+    stopped: Callable[[], None] = lambda: None
+    steering: Steering = Steering()
 
 
 def trial_settings(
@@ -87,21 +102,59 @@ def values_layer(name: str, values: Mapping[str, Any]) -> Layer:
     return Layer(name, sections)
 
 
+def run_trials(runs: Sequence[SearchRun], objective: str, families: Mapping[str, Family]) -> None:
+    """Train these runs, or what is left of them: those that can share a base on one, at once. Raises Stopped for a signal."""
+    left = {run.folder: run for run in runs}
+
+    def work(run: SearchRun, stop: object = None, member: Member | None = None) -> None:
+        del stop
+        run.ended(run_trial(run, objective, families, member))
+        del left[run.folder]
+
+    try:
+        for group in runs_by_base(runs):
+            if len(group) == 1:
+                work(group[0])
+            else:
+                run_together({run.folder.name: partial(work, run) for run in group})
+            stop_if_signalled()  # a signal that came when a run was as good as done
+    except (KeyboardInterrupt, SystemExit):
+        for run in left.values():
+            run.stopped()
+        raise
+
+
+def runs_by_base(runs: Sequence[SearchRun]) -> list[list[SearchRun]]:
+    """Runs that can share a base, and each of the others by itself; one with wrong settings reports them when it is run."""
+    groups: list[tuple[object, list[SearchRun]]] = []
+    for run in runs:
+        base: object = None
+        if len(runs) > 1:
+            with contextlib.suppress(UsageError):
+                base = base_of(run.make_settings().config)
+        group = next((group for known, group in groups if base is not None and known == base), None)
+        if group is None:
+            groups.append((base, [run]))
+        else:
+            group.append(run)
+    return [group for _, group in groups]
+
+
 def run_trial(
-    folder: Path,
-    make_settings: Callable[[], Resolved],
-    objective: str,
-    families: Mapping[str, Family],
-    steering: Steering,
+    run: SearchRun, objective: str, families: Mapping[str, Family], member: Member | None = None
 ) -> TrialEnd:
-    """Train one run, or what is left of it. Its output goes to its own log. Raises Stopped for a signal; no other error."""
+    """Train one run, or what is left of it, alone or as a member of a group. Its output goes to its own log.
+
+    Raises Stopped for a signal; no other error.
+    """
+    folder = run.folder
     with RunLog(folder) as log:
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
         try:
             record = read_record(folder)
             if record is None or not is_finished(record):
-                order = make_order(make_settings(), resume=True, console=console)
-                result = train(replace(order, families=families, steering=steering))
+                order = make_order(run.make_settings(), resume=True, console=console)
+                result = train(replace(order, families=families, steering=run.steering, member=member))
                 if result.exit_code >= SIGNALED:
                     raise Stopped(result.exit_code)
                 record = dict(result.record)

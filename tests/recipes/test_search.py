@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import loop
 from lora_trainer.training.run import Run
 from tests.recipes.recipe import Bench, patched, record, rows, tensor_bytes
+from tests.recipes.test_batch_together import counted_passes
 
 SPACE = """
 [parameters."optimizer.learning_rate"]
@@ -161,25 +163,28 @@ def test_a_bad_trial_is_recorded_and_a_hopeless_one_is_pruned(search, bench, cap
     assert record(folder)["steps"] == 2
 
 
-def test_trials_that_run_out_of_memory_or_diverge_are_recorded_and_not_fatal(search, bench, capsys):
+@pytest.mark.parametrize("together", [1, 4])
+def test_trials_that_run_out_of_memory_or_diverge_are_recorded_and_not_fatal(together, search, bench, capsys):
     """Memory suffices for a LoRA of rank 2 only, and with the second learning rate the loss is not finite."""
     usual, error_of = loop.step_with_fallbacks, loss.squared_error
-    configs: list[Config] = []
+    configs: dict[int, Config] = {}  # of the run in each thread
 
     def step(run: Run, *arguments: Any) -> Any:
-        configs.append(run.config)
+        configs[threading.get_ident()] = run.config
         return usual(run, *arguments)
 
     def squared_error(*arguments: Any) -> Any:
-        if configs and configs[-1].lora.rank > 2:
+        config = configs.get(threading.get_ident())
+        if config is not None and config.lora.rank > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        is_high = bool(configs) and configs[-1].optimizer.learning_rate > 1e-3
+        is_high = config is not None and config.optimizer.learning_rate > 1e-3
         return error_of(*arguments) * (math.nan if is_high else 1.0)
 
     space = '[parameters."optimizer.learning_rate"]\nchoices = [1e-3, 1e-2]\n'
     space += '[parameters."lora.rank"]\nchoices = [2, 4]\n'
     with patched(loop, "step_with_fallbacks", step), patched(loss, "squared_error", squared_error):
-        assert search("bad", "--sampler", "grid", space=space, safeguards__on_nonfinite="stop") == 0
+        extra = ("--sampler", "grid", "--together", str(together))
+        assert search("bad", *extra, space=space, safeguards__on_nonfinite="stop") == 0
     trials = {tuple(row["values"].values()): row for row in document(bench.folder("bad"))["trials"]}
     assert {values: row["state"] for values, row in trials.items()} == {
         (1e-3, 2): "complete",
@@ -192,6 +197,68 @@ def test_trials_that_run_out_of_memory_or_diverge_are_recorded_and_not_fatal(sea
     for row in trials.values():
         assert record(bench.folder("bad") / row["folder"])["exit_code"] == (0 if row["state"] == "complete" else 5)
     assert "1 complete, 3 failed" in capsys.readouterr().out
+
+
+def test_trials_and_seeds_on_one_base_have_the_results_that_they_have_alone(search, bench, capsys):
+    """To the rounding of a batch in fp32, which Adam's first steps enlarge."""
+    extra = ("--trials", "3", "--sampler", "random", "--pruner", "none", "--confirm", "2")
+    with counted_passes() as alone:
+        assert search("alone", *extra, validation__split=0.3) == 0
+    with counted_passes() as joined:
+        assert search("joined", *extra, "--together", "3", validation__split=0.3) == 0
+    assert alone == []
+    assert joined.count(3) >= STEPS, "of the trials"
+    assert max(joined[-STEPS:]) == 1, "the fourth run of --confirm is left"
+    found, usual = (document(bench.folder(name)) for name in ("joined", "alone"))
+    for mine, theirs in zip(found["trials"], usual["trials"], strict=True):
+        assert (mine["number"], mine["state"], mine["values"]) == (theirs["number"], "complete", theirs["values"])
+        assert mine["value"] == pytest.approx(theirs["value"], rel=1e-4)
+    assert found["best"]["number"] == usual["best"]["number"]
+    for mine, theirs in zip(found["confirmed"]["pairs"], usual["confirmed"]["pairs"], strict=True):
+        assert (mine["seed"], mine["split_seed"]) == (theirs["seed"], theirs["split_seed"])
+        assert [mine[arm] for arm in ("best", "default")] == pytest.approx(
+            [theirs[arm] for arm in ("best", "default")], rel=1e-4
+        )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_trials_on_one_base_that_are_stopped_continue_as_if_they_were_not(search, bench, capsys):
+    extra = ("--trials", "3", "--sampler", "random", "--pruner", "none", "--together", "2")
+    assert search("whole", *extra) == 0
+    write, seen = Trackers.steps, list[str]()
+
+    def stop(trackers: Trackers, new: list[dict[str, Any]]) -> None:
+        write(trackers, new)
+        seen.extend(str(row["step"]) for row in new)
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with patched(Trackers, "steps", stop):
+        assert search("stopped", *extra) == 143
+    assert "0 of 3 trials have ended" in capsys.readouterr().out
+    assert search("stopped", *extra) == 0
+    assert "2 was cut off" not in capsys.readouterr().out
+    for mine, theirs in zip(outcomes(bench.folder("stopped")), outcomes(bench.folder("whole")), strict=True):
+        assert mine[:2] == theirs[:2]
+        assert mine[2] == pytest.approx(theirs[2], rel=1e-4)
+        assert mine[3] == theirs[3]
+    steps = [[row["step"] for row in rows(bench.folder("stopped") / "trials" / f"{number:04d}")] for number in range(3)]
+    assert steps == [[1, 2, 3]] * 3
+
+
+def test_a_space_whose_trials_cannot_share_a_base_is_refused(search, bench, capsys):
+    """Dropout needs a base of its own, unless some trials have none: these are joined."""
+    dropout = '[parameters."lora.dropout"]\nchoices = [%s]\n'
+    assert search("a", "--together", "2", space=SPACE + dropout % "0.1, 0.2") == 2
+    assert search("a", "--together", "0") == 2
+    problems = capsys.readouterr().err
+    assert "--together is 2, but every trial would train on a base model of its own: lora.dropout" in problems
+    assert "--together is 0, must be at least 1" in problems
+    assert not bench.folder("a").exists()
+    with counted_passes() as passes:
+        assert search("a", "--together", "3", "--sampler", "grid", space=dropout % "0.0, 0.1, 0.2", steps=1) == 0
+    assert set(passes) <= {1}
+    assert [row["state"] for row in document(bench.folder("a"))["trials"]] == ["complete"] * 3
 
 
 @pytest.mark.parametrize("confirm", [0, 2])
