@@ -294,7 +294,9 @@ def show_plan(order: SearchOrder, plan: SearchPlan, trials: int, inputs: Inputs,
         console.print(f"  {each.setting}: {describe(each)}")
     if rows:
         ended = sum(row.state != "running" for row in rows)
-        cut = f", {len(rows) - ended} was cut off and is continued" if ended < len(rows) else ""
+        cut = ""
+        if ended < len(rows):
+            cut = f", {len(rows) - ended} {'was cut off and is' if ended + 1 == len(rows) else 'were cut off and are'} continued"
         console.print(f"continues: {counted(ended, 'trial')} of {trials} ended already{cut}")
 
 

@@ -140,9 +140,7 @@ def runs_by_base(runs: Sequence[SearchRun]) -> list[list[SearchRun]]:
     return [group for _, group in groups]
 
 
-def run_trial(
-    run: SearchRun, objective: str, families: Mapping[str, Family], member: Member | None = None
-) -> TrialEnd:
+def run_trial(run: SearchRun, objective: str, families: Mapping[str, Family], member: Member | None = None) -> TrialEnd:
     """Train one run, or what is left of it, alone or as a member of a group. Its output goes to its own log.
 
     Raises Stopped for a signal; no other error.

@@ -207,8 +207,7 @@ def test_trials_and_seeds_on_one_base_have_the_results_that_they_have_alone(sear
     with counted_passes() as joined:
         assert search("joined", *extra, "--together", "3", validation__split=0.3) == 0
     assert alone == []
-    assert joined.count(3) >= STEPS, "of the trials"
-    assert max(joined[-STEPS:]) == 1, "the fourth run of --confirm is left"
+    assert joined.count(3) > STEPS, "of the trials, then of --confirm; pairs with other images have other shapes"
     found, usual = (document(bench.folder(name)) for name in ("joined", "alone"))
     for mine, theirs in zip(found["trials"], usual["trials"], strict=True):
         assert (mine["number"], mine["state"], mine["values"]) == (theirs["number"], "complete", theirs["values"])
@@ -237,7 +236,7 @@ def test_trials_on_one_base_that_are_stopped_continue_as_if_they_were_not(search
         assert search("stopped", *extra) == 143
     assert "0 of 3 trials have ended" in capsys.readouterr().out
     assert search("stopped", *extra) == 0
-    assert "2 was cut off" not in capsys.readouterr().out
+    assert "2 were cut off and are continued" in capsys.readouterr().out
     for mine, theirs in zip(outcomes(bench.folder("stopped")), outcomes(bench.folder("whole")), strict=True):
         assert mine[:2] == theirs[:2]
         assert mine[2] == pytest.approx(theirs[2], rel=1e-4)
