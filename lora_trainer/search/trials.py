@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -59,7 +59,7 @@ class SearchRun:
     make_settings: Callable[[], Resolved]
     ended: Callable[[TrialEnd], None]
     stopped: Callable[[], None] = lambda: None
-    steering: Steering = Steering()
+    steering: Steering = field(default_factory=Steering)
 
 
 def trial_settings(
