@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lora_trainer.benchmarks import subject, turns
-from lora_trainer.benchmarks.trials import batch, resolution, row, scaling, sums, table
+from lora_trainer.benchmarks.trials import batch, resolution, row, scaling, sums, table, together
 from lora_trainer.benchmarks.trials.row import Asking, Spec, settings_of
 from lora_trainer.cli.main import main
 from lora_trainer.models import unet
@@ -181,28 +181,49 @@ def test_scaling_is_of_a_public_architecture(capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
 def test_two_processes_measure_the_all_reduce(capsys):
-    one, two = measured("scaling", capsys)["rows"]
+    document = measured("scaling", capsys)
+    one, two = document["rows"]
     assert (one["efficiency"], one["summed_bytes"]) == (1.0, 0)
+    assert (one["parts"]["sum"], one["parts"]["waiting"]) == (0.0, 0.0)
     assert two["summed_bytes"] > 0
+    assert two["parts"]["sum"] > 0
+    assert two["parts"]["waiting"] >= 0
     assert two["efficiency"] == pytest.approx(two["samples_per_second"] / 2 / one["samples_per_second"])
     assert (one["met"], two["met"]) == (None, two["efficiency"] >= two["target"])
+    for each in (one, two):
+        assert sum(each["parts"].values()) <= 1.1 * each["seconds_p90"]  # of two steps
+    assert "threads of each process, also of the one alone: 1." in document["notes"][0]
 
 
-@pytest.mark.parametrize(("together", "met"), [(19.0, True), (18.9, False)])
-def test_scaling_is_compared_with_its_target(together, met, monkeypatch, capsys):
-    """For 10 samples per second alone; nothing is launched."""
+@pytest.mark.parametrize(("step", "met"), [(0.1052, True), (0.1053, False)])
+def test_scaling_is_compared_with_its_target(step, met, monkeypatch, capsys):
+    """With steps of 0.1 s alone; nothing is launched."""
 
     def launched(child: str, order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
-        figures = {"model": "m", "median": 0.2, "p10": 0.1, "p90": 0.3, "summed": 8}
-        return figures | {"samples_per_second": 10.0 if count == 1 else together}
+        seconds = [0.1] * 4 if count == 1 else [step - 0.01, step, step, step + 0.01]
+        parts = {"computing": 0.09, "data": 0.0, "sum": 0.002 * (count - 1), "waiting": 0.003 * (count - 1)}
+        return {"model": "m", "seconds": seconds, "samples": count, "parts": parts, "summed": 8, "threads": 1}
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(scaling, "launched", launched)
-    one, two = measured("scaling", capsys)["rows"]
+    document = measured("scaling", capsys)
+    one, two = document["rows"]
     assert (one["met"], two["met"], two["target"]) == (None, met, 0.95)
+    assert two["efficiency_low"] < 0.95 < two["efficiency_high"]
+    assert "2 processes: the interval contains 95%" in document["notes"][-1]
+    assert "waiting +3.0, sum +2.0, computing +0.0, data +0.0" in document["notes"][-2]
     assert main(["bench", "scaling", "--set", THIN[0]]) == 0
-    assert f"{together / 20:.1%}" in (shown := capsys.readouterr().out)
-    assert f"95% {'met' if met else 'missed'}" in shown
+    assert f"{0.1 / step:.1%}" in (shown := capsys.readouterr().out)
+    assert f"95% {'reached' if met else 'not reached'}" in shown
+
+
+def test_waiting_is_what_a_sum_takes_longer_than_in_the_last_process():
+    """Process 0 is last in the first step, process 1 in the second."""
+    everyone = torch.zeros(2, 3, 2)
+    everyone[:, together.PARTS.index("sum")] = torch.tensor([[1.0, 5.0], [3.0, 2.0]])
+    everyone[:, together.PARTS.index("computing")] = torch.tensor([[9.0, 5.0], [7.0, 8.0]])
+    found = together.mean_parts(everyone)
+    assert found == pytest.approx({"computing": 7.25, "data": 0.0, "sum": 1.5, "waiting": 1.25})
 
 
 def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():

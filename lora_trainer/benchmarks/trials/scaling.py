@@ -1,7 +1,7 @@
 """`bench scaling`: samples a second of several processes over those of one.
 
 Each process trains as many samples a step as one alone does, as the trainer's own are: started by accelerate's
-launcher, gradients summed once a step.
+launcher, gradients summed once a step. All have the same number of threads, also the one alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
-from lora_trainer.benchmarks.measures import OWN, TIMES, Column, Report, RequestedMeasure, TimedRow
+from lora_trainer.benchmarks.measures import NOISY, OWN, TIMES, Column, Report, RequestedMeasure, TimedRow, tenths
 from lora_trainer.benchmarks.trials.steps import layers_of
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.evaluation.likeness import bootstrap
 
 STEPS = 20
 TARGET = 0.95
@@ -30,9 +32,14 @@ SECONDS = 600.0  # that a launch may take
 CHILD = "lora_trainer.benchmarks.trials.together"
 ABOUT = {
     "samples/s": "of all processes together",
-    "efficiency": "samples a second over those of one process times their number",
+    "efficiency": "samples a second over those of one process times their number; by the medians of the steps",
+    "its interval": "95 % of resampled steps",
     "target": f"whether the efficiency is at least {TARGET:.0%}",
     "MB summed": "what a step sums over the processes: gradients, losses",
+    "computing": "ms of a step, as the following: mean over steps and processes",
+    "data": "copying inputs to the device; they are made before",
+    "sum": "summing gradients in the process that comes last to it",
+    "waiting": "how much longer that takes in the others: they wait for the last",
 }
 
 
@@ -41,11 +48,15 @@ class ScalingRow(TimedRow):
     """So many processes. `ratio` is time for a step over that of one process.
 
     `met` says whether the efficiency reaches the `target`; None for one process, which is what the others are judged by.
+    `parts` are mean seconds of a step's parts.
     """
 
     samples_per_second: float
     efficiency: float
+    efficiency_low: float
+    efficiency_high: float
     summed_bytes: int
+    parts: Mapping[str, float]
     target: float = TARGET
     met: bool | None = None
 
@@ -54,8 +65,16 @@ COLUMNS: tuple[Column, ...] = (
     *TIMES,
     ("samples/s", lambda row: f"{row.samples_per_second:.2f}"),
     ("efficiency", lambda row: f"{row.efficiency:.1%}"),
-    ("target", lambda row: "" if row.met is None else f"{row.target:.0%} {'met' if row.met else 'missed'}"),
+    (
+        "its interval",
+        lambda row: "" if row.met is None else f"{row.efficiency_low:.1%} to {row.efficiency_high:.1%}",
+    ),
+    ("target", lambda row: "" if row.met is None else f"{row.target:.0%} {'reached' if row.met else 'not reached'}"),
     ("MB summed", lambda row: f"{row.summed_bytes / 1e6:.1f}"),
+    *(
+        (name, lambda row, name=name: f"{1000 * row.parts[name]:.1f}")
+        for name in ("computing", "data", "sum", "waiting")
+    ),
 )
 
 
@@ -67,32 +86,53 @@ def measure(asked: RequestedMeasure) -> Report:
         raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a CPU."))
     gpus = torch.cuda.device_count()
     order = {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny, "named": OWN}
-    rows: list[ScalingRow] = []
-    for count in counts(gpus or 2):
-        found = launched(CHILD, order, count, on_gpus=bool(gpus))
-        alone = rows[0].samples_per_second if rows else found["samples_per_second"]
-        efficiency = found["samples_per_second"] / count / alone
-        rows.append(
-            ScalingRow(
-                name=str(count),
-                model=found["model"],
-                seconds_median=found["median"],
-                seconds_p10=found["p10"],
-                seconds_p90=found["p90"],
-                ratio=found["median"] / (rows[0].seconds_median if rows else found["median"]),
-                samples_per_second=found["samples_per_second"],
-                efficiency=efficiency,
-                summed_bytes=found["summed"],
-                met=efficiency >= TARGET if rows else None,
-            )
-        )
+    found = {count: launched(CHILD, order, count, on_gpus=bool(gpus)) for count in counts(gpus or 2)}
+    rows = [row_of_processes(count, each, found[1]) for count, each in found.items()]
+    threads = f"threads of each process, also of the one alone: {found[1]['threads']}"
     if gpus == 1:
         notes = ["One GPU: there is nothing to compare."]
     elif gpus:
-        notes = [f"{gpus} GPUs of this machine, NCCL."]
+        notes = [f"{gpus} GPUs of this machine, NCCL; {threads}."]
     else:
-        notes = [f"No GPUs: two processes with gloo share {os.cpu_count()} cores and their memory, one thread each."]
+        notes = [f"No GPUs: two processes with gloo share {os.cpu_count()} cores and their memory; {threads}."]
+    for row in rows[1:]:
+        notes.append(where_time_goes(row, rows[0]))
+        if row.efficiency_low < row.target <= row.efficiency_high:
+            notes.append(f"{row.name} processes: the interval contains {row.target:.0%}: {NOISY}.")
     return Report(rows, ABOUT, notes, COLUMNS, first="processes")
+
+
+def row_of_processes(count: int, found: Mapping[str, Any], alone: Mapping[str, Any]) -> ScalingRow:
+    """What so many processes wrote, beside what one alone wrote."""
+    seconds, base = np.array(found["seconds"]), np.array(alone["seconds"])
+    median, share = float(np.median(seconds)), found["samples"] / count / alone["samples"]
+    efficiency = bootstrap(
+        lambda mine, others: share * float(np.median(base[others]) / np.median(seconds[mine])), len(seconds), len(base)
+    )
+    low, high = tenths(found["seconds"])
+    return ScalingRow(
+        name=str(count),
+        model=found["model"],
+        seconds_median=median,
+        seconds_p10=low,
+        seconds_p90=high,
+        ratio=median / float(np.median(base)),
+        samples_per_second=found["samples"] / median,
+        efficiency=efficiency.value,
+        efficiency_low=efficiency.low,
+        efficiency_high=efficiency.high,
+        summed_bytes=found["summed"],
+        parts=found["parts"],
+        met=efficiency.value >= TARGET if count > 1 else None,
+    )
+
+
+def where_time_goes(row: ScalingRow, alone: ScalingRow) -> str:
+    """How much longer the parts of a step take than in one process."""
+    more = {name: 1000 * (seconds - alone.parts[name]) for name, seconds in row.parts.items()}
+    parts = ", ".join(f"{name} {more[name]:+.1f}" for name in sorted(more, key=lambda name: -more[name]))
+    step = 1000 * (row.seconds_median - alone.seconds_median)
+    return f"{row.name} processes: {step:+.1f} ms a step beside one process (median): {parts} (means)."
 
 
 def counts(most: int) -> list[int]:
