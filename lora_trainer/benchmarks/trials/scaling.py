@@ -96,7 +96,10 @@ def measure(asked: RequestedMeasure) -> Report:
     else:
         notes = [f"No GPUs: two processes with gloo share {os.cpu_count()} cores and their memory; {threads}."]
     for row in rows[1:]:
-        notes.append(where_time_goes(row, rows[0]))
+        more = {name: 1000 * (seconds - rows[0].parts[name]) for name, seconds in row.parts.items()}
+        parts = ", ".join(f"{name} {more[name]:+.1f}" for name in sorted(more, key=lambda name: -more[name]))
+        step = 1000 * (row.seconds_median - rows[0].seconds_median)
+        notes.append(f"{row.name} processes: {step:+.1f} ms a step beside one process (median): {parts} (means).")
         if row.efficiency_low < row.target <= row.efficiency_high:
             notes.append(f"{row.name} processes: the interval contains {row.target:.0%}: {NOISY}.")
     return Report(rows, ABOUT, notes, COLUMNS, first="processes")
@@ -125,14 +128,6 @@ def row_of_processes(count: int, found: Mapping[str, Any], alone: Mapping[str, A
         parts=found["parts"],
         met=efficiency.value >= TARGET if count > 1 else None,
     )
-
-
-def where_time_goes(row: ScalingRow, alone: ScalingRow) -> str:
-    """How much longer the parts of a step take than in one process."""
-    more = {name: 1000 * (seconds - alone.parts[name]) for name, seconds in row.parts.items()}
-    parts = ", ".join(f"{name} {more[name]:+.1f}" for name in sorted(more, key=lambda name: -more[name]))
-    step = 1000 * (row.seconds_median - alone.seconds_median)
-    return f"{row.name} processes: {step:+.1f} ms a step beside one process (median): {parts} (means)."
 
 
 def counts(most: int) -> list[int]:
