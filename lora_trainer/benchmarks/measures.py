@@ -159,6 +159,11 @@ MEASURES: Mapping[str, Measure] = {
     "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
     "table": Measure("all rows of a GPU", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
     "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
+    "together": Measure(
+        "several runs on one base model beside each alone",
+        "trials.one_base",
+        frozenset({"tiny", "subjects", "rows", "only"}),
+    ),
 }
 
 

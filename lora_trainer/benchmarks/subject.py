@@ -45,6 +45,7 @@ from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
+from lora_trainer.training.run_group import Member
 from lora_trainer.training.state import OomFallback
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import set_hardware
@@ -88,20 +89,27 @@ class BenchSubject:
 
 
 def subject_of(
-    resolved: Resolved, folder: Path, *, tiny: bool = False, named: str = OWN, shapes: int = 1
+    resolved: Resolved,
+    folder: Path,
+    *,
+    tiny: bool = False,
+    named: str = OWN,
+    shapes: int = 1,
+    member: Member | None = None,
 ) -> BenchSubject:
     """What is measured: the small U-Net, or the public architecture when only a family is named, or the run's own model.
 
-    An architecture alone will meet micro-batches of so many `shapes`.
+    An architecture alone will meet micro-batches of so many `shapes`. A `member` of a group of runs is on the group's base.
 
     Raises UserError.
     """
     config = resolved.config
     if (architecture := architecture_named(config, named)) is not None:
-        return public_subject(resolved, architecture, folder, tiny=tiny and named != SMALL, shapes=shapes)
+        is_thin = tiny and named != SMALL
+        return public_subject(resolved, architecture, folder, tiny=is_thin, shapes=shapes, member=member)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
-    order = Order(resolved, folder, Console(stderr=True, soft_wrap=True))
+    order = Order(resolved, folder, Console(stderr=True, soft_wrap=True), member=member)
     session, run = prepare(with_generated_images(open_session(order, read_inputs(config))), {})
     name, load = session.inputs.facts.name, partial(load_encode, session, run.feed)
     own = own_architecture(session.inputs)
@@ -154,7 +162,7 @@ def load_encode(session: Session, feed: Feed) -> Encode:
 
 
 def public_built(
-    resolved: Resolved, named: str, *, tiny: bool, shapes: int = 1
+    resolved: Resolved, named: str, *, tiny: bool, shapes: int = 1, member: Member | None = None
 ) -> tuple[str, StepContext, Architecture, Choices]:
     """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
     architecture = public_architecture(named)
@@ -170,24 +178,33 @@ def public_built(
     facts = architecture.facts
     side = trained_resolution(config, facts)
     latents = (choices.micro, facts.latent_channels, side // facts.downscale, side // facts.downscale)
+    built, stored = with_random_weights(family, architecture), (named, str(choices.layout))
     context = build_step_context(
         config,
-        with_random_weights(family, architecture),
+        built if member is None else member.sharing(built, stored),
         facts,
         replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes, latents=latents),
         Processes(0, 1, choices.device, None, lambda: None),
         is_attention_requested=asked_by_user(resolved, "hardware.attention_backend"),
     )
+    if member is not None:
+        context = member.join(context, stored, lambda line: None)
     called = "U-Net of 30 M weights" if named == SMALL else named
     name = f"{called}{f' at {family.denoiser.thinness}' if tiny else ''}, {side} px, random weights"
     return name, context, architecture, choices
 
 
 def public_subject(
-    resolved: Resolved, named: str, folder: Path, *, tiny: bool = False, shapes: int = 1
+    resolved: Resolved,
+    named: str,
+    folder: Path,
+    *,
+    tiny: bool = False,
+    shapes: int = 1,
+    member: Member | None = None,
 ) -> BenchSubject:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
-    name, context, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes)
+    name, context, architecture, choices = public_built(resolved, named, tiny=tiny, shapes=shapes, member=member)
     config = suited(resolved, architecture.facts.prediction).config
     family = reading(config, FAMILIES[architecture.facts.family])
     side, count = trained_resolution(config, architecture.facts), config.train.effective_batch_size

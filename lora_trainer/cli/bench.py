@@ -43,7 +43,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="timed steps (30) or rounds of reading (9) of each row; adapters: steps of each trained run (220)",
+        help="timed steps (30; together: 8) or rounds of reading (9) of each row; adapters: steps of each trained run (220)",
     )
     parser.add_argument(
         "--tiny",
@@ -88,13 +88,16 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the JSON document to a file")
     parser.add_argument("--minutes", type=float, metavar="M", help="table: time limit for all rows (25)")
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="table: save rows here, and continue from them (bench-table.json)"
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="table, adapters, together: save rows here, and continue from them (table: bench-table.json)",
     )
     parser.add_argument(
         "--filter",
         dest="only",
         metavar="TEXT",
-        help="table, ablation, adapters, challenge: only rows with this text in their names",
+        help="table, ablation, adapters, challenge, together: only rows with this text in their names",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_run_arguments(parser, hidden=("--profile",))
