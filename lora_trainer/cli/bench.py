@@ -43,7 +43,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="timed steps (30; together: 8) or rounds of reading (9) of each row; adapters: steps of each trained run (220)",
+        help="timed steps (30; together: 8) or rounds of reading (9) of each row; adapters: steps of a trained run (220)",
     )
     parser.add_argument(
         "--tiny",

@@ -33,13 +33,14 @@ from lora_trainer.benchmarks.own_loop import Way
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.adapters import settings_key
 from lora_trainer.benchmarks.trials.steps import changed, inputs_of, own_way
-from lora_trainer.benchmarks.turns import timed_in_turn
+from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
 from lora_trainer.core.taking_turns import Turns
 from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.models.memory.block_swap import BLOCK_SWAP
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run_group import Member, RunGroup
 
@@ -54,17 +55,27 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 ABOUT = {
     "median ms": "a step of one run: of K together, the time of a step of all, over K",
     "ratio": f"that over the row `{ALONE}` of the same model, the median of the ratios step by step: 0.5 is twice as fast",
-    "passes": "of the base model in a step of all runs; K runs alone, one after the other, need K times that of `alone`",
+    "passes": "of the base model for a step of one run: of K together, those for a step of all, over K",
+    "copied MiB": "of the base model's weights, to the GPU for a step of one run; on a CPU, as if it were a GPU",
 }
-PASSES: tuple[Column, ...] = (*COLUMNS, ("runs", figure("runs", "d")), ("passes", figure("passes", ".2f")))
+ROW: tuple[Column, ...] = (
+    *COLUMNS,
+    ("runs", figure("runs", "d")),
+    ("passes", figure("passes", ".3f")),
+    ("copied MiB", figure("copied_mib", ".1f")),
+)
 
 
 @dataclass(frozen=True)
 class TogetherRow(MeasureRow):
-    """Seconds are those of a step of all `runs`, over their number; so is `ratio`, which is over a run alone."""
+    """Seconds, passes of the base and MiB of its weights are those of a step of all `runs`, over their number.
+
+    `ratio` is of the seconds, over those of a run alone.
+    """
 
     runs: int = 1
-    passes: float = 1.0  # of the base in a step of all
+    passes: float = 1.0
+    copied_mib: float = 0.0
 
 
 @dataclass
@@ -72,6 +83,7 @@ class JointRuns:
     """Runs on one base that take their steps when they are asked to."""
 
     group: RunGroup
+    count: int
     turns: Turns
     lines: list[str] = field(default_factory=list)  # what the runs logged about their passes
 
@@ -96,14 +108,17 @@ def measure(asked: RequestedMeasure) -> Report:
         known = ", ".join(row_name(name, RUNS[-1]) for name in VARIANTS)
         raise UsageError(Problem(f"No row has {asked.only!r} in its name.", f"There are 1, 2, 4 and 8 of: {known}."))
     rows, notes = list[TogetherRow](), list[str]()
-    kept = {} if asked.rows is None or not asked.rows.exists() else kept_rows(asked.rows)
+    kept: dict[str, dict[str, Any]] = {}
+    if asked.rows is not None and asked.rows.exists():
+        kept = {each["settings"]: each for each in read_measurement(asked.rows, BENCH)["rows"]}
     for named in asked.subjects or (OWN, SMALL):
         for name, (settings, runs) in wanted.items():
             try:
                 resolved = changed(asked.resolved, settings)
                 place = (device_name(), named, asked.tiny, asked.steps or STEPS, name, runs, settings_key(resolved))
                 if (key := str(place)) not in kept:
-                    kept[key] = measure_together(asked, resolved, named, name, runs)
+                    found, said = measure_together(asked, resolved, named, name, runs)
+                    kept[key] = {"settings": key, "rows": [asdict(row) for row in found], "notes": said}
             except UsageError as error:
                 if not settings or len(wanted) == 1:
                     raise
@@ -112,11 +127,11 @@ def measure(asked: RequestedMeasure) -> Report:
             finally:
                 free_memory(join_processes().device)
             if asked.rows is not None:
-                keep_rows(asked.rows, kept)
-            found, said = kept[key]
-            rows += found
-            notes += said
-    return Report(rows, ABOUT, notes, PASSES, first="runs")
+                document = {"device": device_name(), "versions": package_versions(), "rows": [*kept.values()]}
+                write_json(asked.rows, {"bench": BENCH, **document})
+            rows += [TogetherRow(**row) for row in kept[key]["rows"]]
+            notes += kept[key]["notes"]
+    return Report(rows, ABOUT, notes, ROW, first="runs")
 
 
 def measure_together(
@@ -127,7 +142,8 @@ def measure_together(
         folder = Path(place)
         alone = subject_of(resolved, folder / ALONE, tiny=asked.tiny, named=named)
         inputs = inputs_of(alone)
-        ways: dict[str, Way] = {row_name(name): own_way(alone.context, inputs)}
+        context, rounds = alone.context, WARM_UP + (asked.steps or STEPS)
+        ways: dict[str, Way] = {row_name(name): own_way(context, inputs)}
         joint = dict[str, JointRuns]()
         for count in runs:
 
@@ -143,28 +159,33 @@ def measure_together(
             joint[row_name(name, count)] = made = stack.enter_context(joint_runs(group, count, build))
             ways[row_name(name, count)] = made.step
         before = {each: made.group.passes for each, made in joint.items()}
-        rounds = 0
+        copied = dict.fromkeys(ways, 0)
+        bases = [context.denoiser, *(made.group.bare for made in joint.values())]
+        swaps = {id(swap): swap for base in bases if base is not None and (swap := base.__dict__.get(BLOCK_SWAP))}
 
-        def count_rounds(each: str) -> None:
-            nonlocal rounds
-            rounds += each == row_name(name)
+        def watched(each: str, way: Way, number: int) -> Any:
+            """A step, after which the bytes of weights that it copied are counted."""
+            counted = sum(swap.copied for swap in swaps.values())
+            result = way(number)
+            copied[each] += sum(swap.copied for swap in swaps.values()) - counted
+            return result
 
-        times = timed_in_turn(ways, asked.steps or STEPS, alone.context.device, before=count_rounds)
+        steps = {each: partial(watched, each, way) for each, way in ways.items()}
+        times = timed_in_turn(steps, rounds - WARM_UP, context.device)
         base = times[row_name(name)].wall
-        micros = sum(map(len, (inputs[number % len(inputs)] for number in range(rounds)))) / rounds
-        rows = [TogetherRow(**vars(row_of(row_name(name), alone.name, base, base)), passes=micros)]
-        for count, (each, made) in zip(runs, joint.items(), strict=True):
+        micros = sum(len(inputs[number % len(inputs)]) for number in range(rounds))
+        rows = list[TogetherRow]()
+        for each, count, passes in [
+            (row_name(name), 1, micros),
+            *((each, made.count, made.group.passes - before[each]) for each, made in joint.items()),
+        ]:
             row = row_of(each, alone.name, [seconds / count for seconds in times[each].wall], base)
-            rows.append(TogetherRow(**vars(row), runs=count, passes=(made.group.passes - before[each]) / rounds))
-        counted = [f"{row.runs} together {row.passes:.3g}, one by one {row.runs * micros:.3g}" for row in rows[1:]]
-        swapped = alone.context.built.swapped
-        notes = [
-            f"{name}: passes of the base in a step: {'; '.join(counted)}",
-            *([f"{name}: {swapped} blocks are swapped"] if swapped else []),
-            *too_noisy(rows),
-        ]
+            mib = copied[each] / rounds / count / 2**20
+            rows.append(TogetherRow(**vars(row), runs=count, passes=passes / rounds / count, copied_mib=mib))
+        swapped = context.built.swapped
+        notes = [*([f"{name}: {swapped} blocks are swapped"] if swapped else []), *too_noisy(rows)]
         notes += [f"{each}: {line}" for each, made in joint.items() for line in made.lines]
-        if alone.context.compiled is not None:
+        if context.compiled is not None:
             notes.append(f"{row_name(name)}: its blocks are compiled, as `train` does; those of runs together are not")
     return rows, [f"{alone.name}: {note}" for note in notes]
 
@@ -172,27 +193,27 @@ def measure_together(
 @contextmanager
 def joint_runs(group: RunGroup, count: int, build: Callable[[int, Member], BenchSubject]) -> Iterator[JointRuns]:
     """So many runs on the group's base, built and ready. Inside the block each `step` is one of all of them."""
-    taken, goes_on = 0, True
+    taken, is_open = 0, True
 
     def work(number: int, member: Member) -> None:
-        nonlocal taken, goes_on
+        nonlocal taken, is_open
         try:
             context = (subject := build(number, member)).context
             assert context.joined is not None, "the runs have one layout"
             member.say = lambda line: None if line in made.lines else made.lines.append(line)
             way, begin, step = own_way(context, inputs_of(subject)), context.joined.begin_step, -1
-            while goes_on:
+            while is_open:
                 if step >= 0:
                     begin(step)
                     way(step)
                 step, taken = step + 1, taken + 1
-                if taken % count == 0 and goes_on:  # the last of them
-                    goes_on = turns.ask("next step")
+                if taken % count == 0 and is_open:  # the last of them
+                    is_open = turns.ask("next step")
         finally:
-            goes_on = False  # nor do the others, if this one failed
+            is_open = False  # nor do the others, if this one failed
 
     turns = Turns(lambda: group.run({str(number): partial(work, number) for number in range(count)}), f"{count} runs")
-    made = JointRuns(group, turns)
+    made = JointRuns(group, count, turns)
     made.step(-1)  # builds them
     try:
         yield made
@@ -203,17 +224,3 @@ def joint_runs(group: RunGroup, count: int, build: Callable[[int, Member], Bench
 
 def row_name(variant: str, runs: int | None = None) -> str:
     return f"{variant}, {ALONE if runs is None else f'{runs} together'}"
-
-
-def kept_rows(path: Path) -> dict[str, tuple[list[TogetherRow], list[str]]]:
-    """What a file has already, by its model and settings. Raises UsageError for a file of something else."""
-    found = read_measurement(path, BENCH)["rows"]
-    return {each["settings"]: ([TogetherRow(**row) for row in each["rows"]], each["notes"]) for each in found}
-
-
-def keep_rows(path: Path, kept: Mapping[str, tuple[list[TogetherRow], list[str]]]) -> None:
-    rows = [
-        {"settings": key, "rows": [asdict(row) for row in found], "notes": notes}
-        for key, (found, notes) in kept.items()
-    ]
-    write_json(path, {"bench": BENCH, "device": device_name(), "versions": package_versions(), "rows": rows})

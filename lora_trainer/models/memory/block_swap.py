@@ -221,9 +221,10 @@ class SwappedBlock:
 
 @dataclass(eq=False)
 class BlockSwap:
-    """The swapped blocks of a denoiser, in the order in which they run."""
+    """The swapped blocks of a denoiser, in the order in which they run. `copied` counts bytes brought to the GPU."""
 
     device: torch.device
+    copied: int = 0
     swapped: list[SwappedBlock] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     stream: torch.cuda.Stream | None = None
@@ -268,11 +269,12 @@ class BlockSwap:
             for other, swapped_block in enumerate(self.swapped):
                 if swapped_block.is_loaded and other not in (place, following):
                     swapped_block.leave()
-            if not self.swapped[place].is_loaded:
-                self.swapped[place].load(self.stream)
-            self.swapped[place].arrive()
-            if not self.swapped[following].is_loaded:
-                self.swapped[following].load(self.stream)
+            for needed in (place, following):
+                if not self.swapped[needed].is_loaded:
+                    self.swapped[needed].load(self.stream)
+                    self.copied += self.swapped[needed].size
+                if needed == place:
+                    self.swapped[place].arrive()
 
     def send_away(self) -> None:
         """Unload all swapped blocks from the GPU."""

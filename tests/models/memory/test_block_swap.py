@@ -223,6 +223,7 @@ def test_weights_are_copied_only_to_the_gpu_and_only_as_often_as_needed(monkeypa
     assert came == [0, 1, 2, 0]
     tried.step()
     assert came == [0, 1, 2, 0, 2, 0]
+    assert tried.denoiser.__dict__[BLOCK_SWAP].copied == sum(guests[place].size for place in came)
     assert all(torch.equal(guest.host, home) for guest, home in zip(guests, homes, strict=True))
 
 
