@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,15 @@ def test_work_longer_than_the_grace_time_is_aborted() -> None:
         assert signalled()
 
 
+@pytest.fixture
+def _closing_terminals_matter() -> Iterator[None]:
+    """Also where the tests run under nohup, which children inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_closing_terminals_matter")
 def test_a_closed_terminal_is_a_signal_that_may_come_twice(checkout: Path) -> None:
     twice = run(checkout, signal.SIGHUP, signal.SIGHUP)
     assert (twice.returncode, twice.stdout) == (0, "here\n")
@@ -138,6 +148,7 @@ def test_nohup_is_respected(checkout: Path) -> None:
 
 IN_A_TERMINAL = """
 import os, signal, sys, time
+from collections.abc import Iterator
 from pathlib import Path
 from lora_trainer.core.interrupt import listening, remembering, signalled
 from lora_trainer.monitor.console import Console
@@ -154,6 +165,7 @@ raise SystemExit(129)
 """
 
 
+@pytest.mark.usefixtures("_closing_terminals_matter")
 @pytest.mark.parametrize("reader", ["terminal", "a program that dies with it"])
 def test_writing_to_a_closed_terminal_raises_nothing(checkout: Path, tmp_path: Path, reader: str) -> None:
     import pty
