@@ -56,6 +56,8 @@ from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.profile import EXAMPLES as PROFILE_EXAMPLES
 from lora_trainer.cli.profile import add_profile_arguments, profile_command
+from lora_trainer.cli.request import EXAMPLES as REQUEST_EXAMPLES
+from lora_trainer.cli.request import add_request_arguments, request_command
 from lora_trainer.cli.resize import EXAMPLES as RESIZE_EXAMPLES
 from lora_trainer.cli.resize import add_resize_arguments, resize_command
 from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
@@ -404,6 +406,12 @@ COMMANDS = {
         add_average_arguments,
         average_command,
         AVERAGE_EXAMPLES,
+    ),
+    "request": Command(
+        "ask a run that trains to save, generate images, or use other prompts",
+        add_request_arguments,
+        request_command,
+        REQUEST_EXAMPLES,
     ),
     "report": Command(
         "write a run's HTML report again, or compare several runs",

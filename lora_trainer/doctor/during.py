@@ -20,7 +20,7 @@ from lora_trainer.report.targets import setup_of, why_not_measured
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
 SLOWER = 2.0
 GIB = 2**30
-HARMLESS = ("resumed", "signal")
+HARMLESS = ("resumed", "signal", "request")
 
 
 def during_lines(run: RunFacts, facts: MachineFacts) -> Lines:

@@ -23,6 +23,7 @@ Kind = Literal[
     "disk",
     "signal",
     "resumed",
+    "request",
 ]
 
 

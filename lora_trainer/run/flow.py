@@ -91,6 +91,8 @@ from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.loop import train
 from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.profiler import ProfiledDevice, Profiler
+from lora_trainer.training.requests import FOLDER as REQUESTS
+from lora_trainer.training.requests import Requests
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import StepContext
@@ -181,7 +183,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
     if interrupt or not session.processes.is_main:
         return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
     stop_if_signalled()
-    return release(session, run, record, state)
+    return release(with_prompts(session, run.requests.prompts), run, record, state)
 
 
 def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
@@ -301,10 +303,18 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
                 module.train()
         return replace(mean_losses(losses, process, weight), margins=margins)
 
-    def sample(state: TrainState) -> None:
+    images_with_control = config.sample.control_images
+    requests = Requests(
+        session.folder / REQUESTS if session.processes.is_main else None,
+        len(set(config.sample.prompts)) if len(images_with_control) > 1 else 0,
+    )
+
+    def sample(state: TrainState) -> str | None:
+        reason = None
         if session.processes.is_main:
-            try_to_draw(session, context, state)
+            reason = try_to_draw(with_prompts(session, requests.prompts), context, state)
         session.processes.wait()
+        return reason
 
     def export(step: int, weights: Mapping[str, Tensor]) -> None:
         export_step(session, context.built.shapes, step, weights)
@@ -339,6 +349,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         withdraw=partial(withdraw_after, session.folder),
         images=images,
         steering=session.order.steering,
+        requests=requests,
         profiler=profiler,
         scratch=scratch,
     )
@@ -369,8 +380,17 @@ def compared_captions(config: Config, images: RealImages, total_steps: int) -> P
     return plan_pairs([str(sample.caption) for sample in images.unseen], between)
 
 
-def try_to_draw(session: Session, context: StepContext, state: TrainState) -> None:
-    """Draw images while training. Out of memory or a full disk is logged, and does not end the training."""
+def with_prompts(session: Session, prompts: tuple[str, ...] | None) -> Session:
+    """The session with other prompts for sample images, as a request set them."""
+    if prompts is None:
+        return session
+    sample = session.config.sample.model_copy(update={"prompts": prompts})
+    resolved = replace(session.order.resolved, config=session.config.model_copy(update={"sample": sample}))
+    return replace(session, order=replace(session.order, resolved=resolved))
+
+
+def try_to_draw(session: Session, context: StepContext, state: TrainState) -> str | None:
+    """Draw images while training. Out of memory or a full disk is logged and returned, and does not end the training."""
     try:
         draw_while_training(session, context, state)
     except StepAborted:
@@ -378,11 +398,12 @@ def try_to_draw(session: Session, context: StepContext, state: TrainState) -> No
     except (*MACHINE_FAILURES, UserError) as error:
         reason = first_line(error)
     else:
-        return
+        return None
     # Out here the pipeline is freed: there is room for the denoiser, where that was moved away.
     free_memory(session.choices.device)
     move_to_device(context.denoiser, session.choices.device)
     session.console.print(f"no images at step {state.step}: {reason}")
+    return reason
 
 
 def weight_shapes(context: StepContext) -> list[tuple[int, ...]]:

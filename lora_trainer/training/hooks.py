@@ -1,5 +1,5 @@
 """What happens after each step, in this order: the processes agree on a fallback, metrics, a check of the weights,
-validation, how much the weights changed, export, checkpoint, sample images.
+validation, how much the weights changed, export, checkpoint, sample images, answers to requests.
 """
 
 from __future__ import annotations
@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
-from lora_trainer.core.errors import first_line
-from lora_trainer.training.checkpoints.save import keep_weights, save
+from lora_trainer.core.errors import Problem, first_line
+from lora_trainer.core.findings import counted
+from lora_trainer.training.checkpoints.checkpoint import step_name
+from lora_trainer.training.checkpoints.save import keep_weights, save, settle
 from lora_trainer.training.guard import check_weights_are_finite
 from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import agree_across_processes
@@ -25,10 +28,13 @@ Hook = Callable[[TrainState], TrainState]  # the state after a step -> the state
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step; the same in every process."""
+    """What is due after a step, by the settings or on request; the same in every process."""
 
     run: Run
     stopping: Stopping
+
+    def requested(self, kind: str) -> bool:
+        return kind in self.run.requests.due
 
     def validation(self, state: TrainState) -> bool:
         at_the_end = self.stopping.is_last(state) and not self.stopping.is_signalled
@@ -37,24 +43,26 @@ class Due:
     def export(self, state: TrainState) -> bool:
         section = self.run.config.checkpoint
         epochs = section.export_every_n_epochs * self.run.feed.plan.steps_per_epoch
-        return is_due(section.export_every_n_steps, state.step) or is_due(epochs, state.step)
+        due = is_due(section.export_every_n_steps, state.step) or is_due(epochs, state.step)
+        return due or self.requested("save")
 
     def samples(self, state: TrainState) -> bool:
         """Not after the last step: those are drawn with the exported file."""
-        due = self.run.sample is not None and is_due(self.run.config.sample.every_n_steps, state.step)
-        return due and not self.stopping.is_last(state)
+        due = is_due(self.run.config.sample.every_n_steps, state.step) or self.requested("sample")
+        return due and self.run.sample is not None and not self.stopping.is_last(state)
 
     def whole_weights(self, state: TrainState) -> bool:
         """Whether something that must be whole is made of the weights: they are checked before, and measured."""
         return self.checkpoint(state) or self.validation(state)
 
     def checkpoint(self, state: TrainState) -> bool:
-        return self.stopping.is_last(state) or self.samples(state) or is_regular(self.run, state.step)
+        wanted = self.requested("save") or self.samples(state)
+        return wanted or self.stopping.is_last(state) or is_regular(self.run, state.step)
 
 
 def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporter) -> tuple[Hook, ...]:
     """The hooks of a run. Each raises TrainingFailed, Rollback or ProcessLost."""
-    due, sample, phase = Due(run, stopping), run.sample, run.context.phase
+    due, phase = Due(run, stopping), run.context.phase
     seconds_of_check = 0.0
 
     def agree_on_fallback(state: TrainState) -> TrainState:
@@ -86,15 +94,9 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
     def checkpoint(state: TrainState) -> TrainState:
         if due.checkpoint(state):
             # Drawing samples has ended runs: before it, all is on a disk.
-            last, wait = stopping.is_last(state), due.samples(state)
+            last, wait = stopping.is_last(state), due.samples(state) or due.requested("save")
             with phase("checkpoint"):
                 save(run, state, reporter.flush, last=last, wait=wait, held_up=seconds_of_check)
-        return state
-
-    def draw_samples(state: TrainState) -> TrainState:
-        if sample is not None and due.samples(state):
-            with phase("samples"):
-                sample(state)
         return state
 
     return (
@@ -105,8 +107,46 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
         export_weights,
         checkpoint,
         update_sizes_hook(run, due, reporter),
-        draw_samples,
+        *sample_hooks(run, due, reporter),
     )
+
+
+def sample_hooks(run: Run, due: Due, reporter: Reporter) -> tuple[Hook, Hook]:
+    """A hook that draws sample images, and one that answers the requests that were done after the step."""
+    sample = run.sample
+    not_drawn: str | None = None
+
+    def draw_samples(state: TrainState) -> TrainState:
+        nonlocal not_drawn
+        if sample is not None and due.samples(state):
+            with run.context.phase("samples"):
+                not_drawn = sample(state)
+        return state
+
+    def answer_requests(state: TrainState) -> TrainState:
+        if due.requested("save"):
+            settle(run)  # a file that an answer names is there
+        result = partial(result_of, run=run, due=due, state=state, not_drawn=not_drawn)
+        for sentence in run.requests.answer(state.step, result):
+            reporter.event(state.step, "request", sentence)
+        return state
+
+    return draw_samples, answer_requests
+
+
+def result_of(kind: str, run: Run, due: Due, state: TrainState, not_drawn: str | None) -> str | Problem:
+    """What became of a kind of request after this step; `not_drawn` is why its images are missing."""
+    name = step_name(state.step)
+    if kind == "prompts":
+        return f"{counted(len(run.requests.prompts or ()), 'prompt')} for sample images from now on"
+    if kind == "save":
+        lora = "" if run.export is None else f" and weights/{run.folder.name}-{name}.safetensors"
+        return f"saved checkpoints/{name}{lora}"
+    if run.sample is None:
+        return Problem(f"No images can be generated with lora.type={run.config.lora.type}.")
+    if due.stopping.is_last(state):
+        return Problem("The training ends at this step.")
+    return f"generated samples/{name}.png" if not_drawn is None else Problem(f"No images: {not_drawn}.")
 
 
 def update_sizes_hook(run: Run, due: Due, reporter: Reporter) -> Hook:

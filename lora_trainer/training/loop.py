@@ -56,6 +56,7 @@ def train(
         listening() as interrupt,
         remembering(run.config.train.grace_seconds),
         run.profiler or nullcontext(),
+        run.requests,
     ):
         reporter = Reporter(trackers, show, run.say, run.watches)
         if is_unvalidated(run, state):

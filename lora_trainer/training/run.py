@@ -22,6 +22,7 @@ from lora_trainer.training.control import is_stopped_early
 from lora_trainer.training.feed import Feed
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.profiler import Profiler
+from lora_trainer.training.requests import Requests
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.steering import Steering
 from lora_trainer.training.step import StepContext
@@ -43,7 +44,7 @@ class Run:
     planned: OomFallback  # the planned micro-batch, checkpointed and swapped blocks
     total_steps: int
     validate: Callable[[int], ValidationLoss] | None  # samples in one forward pass -> losses
-    sample: Callable[[TrainState], None] | None
+    sample: Callable[[TrainState], str | None] | None  # returns why there are no images, None where there are
     settings: dict[str, Any]  # kept in each checkpoint
     say: Callable[[str], None]  # print a line
     export: Callable[[int, Mapping[str, Tensor]], None] | None = (
@@ -55,6 +56,7 @@ class Run:
         default_factory=RealImages
     )  # what the LoRA is measured with; `validate` takes those that are not trained on
     steering: Steering = field(default_factory=Steering)
+    requests: Requests = field(default_factory=Requests)  # of other processes, while it trains
     writer: Writer = field(default_factory=Writer)  # of checkpoints, in its own thread
     profiler: Profiler | None = None
     scratch: Scratch | None = None  # where checkpoints are written first, in the main process

@@ -1,10 +1,11 @@
-"""Stop training before its last step, for a signal or `train.max_hours`, in all processes at the same step."""
+"""Stop training before its last step, for a signal or `train.max_hours`, and do what is requested: in all processes at the same step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from lora_trainer.core.interrupt import (
     note_signal,
     signal_that_came,
 )
+from lora_trainer.training.requests import KINDS
 from lora_trainer.training.run import Run, is_finished, is_unvalidated
 from lora_trainer.training.state import TrainState
 
@@ -41,6 +43,7 @@ class Stopping:
         self._late = False
         self._agreed = False  # all processes end the loop after this step,
         self._signalled = False  # and for a signal
+        run.requests.restart()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -71,8 +74,10 @@ class Stopping:
         self._seconds = time.monotonic() - began
 
     def decide(self, state: TrainState) -> None:
-        """Decide, once for each step, whether the loop ends after it: `state` is the one after it."""
+        """Decide, once for each step, whether the loop ends after it, and what is requested: `state` is the one after it."""
         if self._alone:
+            requests = self._run.requests
+            requests.agree(compress(KINDS, requests.read()))
             self._signalled = bool(self._interrupt)
             self._agreed = self._signalled or out_of_time(self._run.config, state)
 
@@ -98,9 +103,10 @@ class Stopping:
             raise StepAborted
 
     def _vote(self, *, aborted: bool) -> Tensor:
-        """The votes of all processes, summed, [signals + 2]: how many got each signal, are late, have aborted."""
+        """The votes of all processes, summed, [requests + signals + 2]: how many read each kind of request (the main one
+        alone does), got each signal, are late, have aborted."""
         assert self._run.processes.reduce is not None
-        mine = [*votes_for(self._interrupt.signal), self._late, aborted]
+        mine = [*self._run.requests.read(), *votes_for(self._interrupt.signal), self._late, aborted]
         votes = torch.zeros(len(mine), device=self._run.context.device)
         for place, is_set in enumerate(mine):
             if is_set:
@@ -120,8 +126,9 @@ class Stopping:
 
     def _count(self, votes: Tensor) -> bool:
         """Whether a process aborted its step. A signal that came to any process counts here too."""
-        *signaled, late, aborted = votes.tolist()
-        signal = voted_signal(signaled)
+        *counts, late, aborted = votes.tolist()
+        self._run.requests.agree(compress(KINDS, counts))
+        signal = voted_signal(counts[len(KINDS) :])
         if signal is not None and not self._interrupt:
             self._interrupt.note(signal)
         self._signalled = signal is not None
