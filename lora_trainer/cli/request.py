@@ -12,7 +12,7 @@ from lora_trainer.training.requests import KINDS
 EXAMPLES = """examples:
   lora-trainer request runs/cat save
   lora-trainer request runs/cat sample
-  lora-trainer request runs/cat prompts --prompt "a cat in the snow" --prompt "a cat at sea"
+  lora-trainer request runs/cat prompts --prompt "a cat at sea" --prompt "a cat"
 """
 
 

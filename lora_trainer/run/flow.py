@@ -91,7 +91,6 @@ from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.loop import train
 from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.profiler import ProfiledDevice, Profiler
-from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import Requests
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
@@ -303,24 +302,18 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
                 module.train()
         return replace(mean_losses(losses, process, weight), margins=margins)
 
-    images_with_control = config.sample.control_images
-    requests = Requests(
-        session.folder / REQUESTS if session.processes.is_main else None,
-        len(set(config.sample.prompts)) if len(images_with_control) > 1 else 0,
-    )
+    is_main, saved, scratch = session.processes.is_main, config.checkpoint, None
+    requests = Requests(session.folder if is_main else None, config.sample)
 
     def sample(state: TrainState) -> str | None:
-        reason = None
-        if session.processes.is_main:
-            reason = try_to_draw(with_prompts(session, requests.prompts), context, state)
+        reason = try_to_draw(with_prompts(session, requests.prompts), context, state) if is_main else None
         session.processes.wait()
         return reason
 
     def export(step: int, weights: Mapping[str, Tensor]) -> None:
         export_step(session, context.built.shapes, step, weights)
 
-    scratch, saved = None, config.checkpoint
-    if saved.scratch is not None and session.processes.is_main:
+    if saved.scratch is not None and is_main:
         most = int(saved.scratch_limit_gb * 10**9)
         scratch = Scratch(Path(saved.scratch).expanduser(), session.folder / "checkpoints", most, session.console.print)
 

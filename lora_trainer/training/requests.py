@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lora_trainer.config.schema import SampleSection
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import create_exclusively, read_json, write_json
@@ -29,7 +30,7 @@ AS_FILES = 'Use `lora-trainer request`, or write an object such as {"do": "save"
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """What a run is asked to do; one that cannot be read has a `problem`."""
 
     do: str
@@ -37,7 +38,7 @@ class Request:
     problem: str | None = None
 
 
-def parse_request(document: object) -> Request:
+def parse_request(document: object) -> RunRequest:
     """The request that a JSON document makes. Raises UsageError with everything that is wrong with it."""
     if not isinstance(document, dict):
         raise UsageError(Problem("A request is a JSON object.", AS_FILES))
@@ -52,7 +53,7 @@ def parse_request(document: object) -> Request:
         problems.append(Problem("Prompts belong to the request `prompts`.", "Send it first, then `sample`."))
     if problems:
         raise UsageError(problems)
-    return Request(str(do), tuple(prompts))
+    return RunRequest(str(do), tuple(prompts))
 
 
 def prompt_problems(prompts: object) -> list[Problem]:
@@ -93,17 +94,19 @@ def write_request(run: Path, do: str, prompts: Sequence[str] = ()) -> Path:
 class Requests:
     """The requests to a run, from when they are read until they are answered.
 
-    Only the main process has a `folder` and reads them. All processes agree by their votes on what is done after a step
-    (`training/stopping.py`). As a context it answers, at its end, what was not done. `prompts_needed` is how many prompts
-    have control images of their own; 0 for none.
+    Only the main process reads them, below the run's folder `run`, which is None in the others. All processes agree by
+    their votes on what is done after a step (`training/stopping.py`). As a context it answers, at its end, what was not
+    done. `sample` are the run's settings.
     """
 
-    def __init__(self, folder: Path | None = None, prompts_needed: int = 0) -> None:
+    def __init__(self, run: Path | None = None, sample: SampleSection | None = None) -> None:
         self.prompts: tuple[str, ...] | None = None  # of sample images, in place of the config's
         self.due: frozenset[str] = frozenset()  # the kinds that all processes do after this step
-        self._folder, self._prompts_needed = folder, prompts_needed
-        self._sent: dict[str, Request] = {}  # by file name: read, and voted for
-        self._agreed: dict[str, Request] = {}
+        self._folder = None if run is None else run / FOLDER
+        # Where each prompt has control images of its own; 0 allows any number.
+        self._prompts_needed = len(set(sample.prompts)) if sample and len(sample.control_images) > 1 else 0
+        self._sent: dict[str, RunRequest] = {}  # by file name: read, and voted for
+        self._agreed: dict[str, RunRequest] = {}
         self._stuck: set[str] = set()  # answered, in files that cannot be deleted
         self._step: int | None = None
 
@@ -135,7 +138,7 @@ class Requests:
             request, needed = read_request(self._folder / name), self._prompts_needed
             if request.prompts and needed and len(set(request.prompts)) != needed:
                 problem = f"sample.control_images has images for {counted(needed, 'prompt')}. Name as many."
-                request = Request(request.do, problem=problem)
+                request = RunRequest(request.do, problem=problem)
             self._sent[name] = request
         wanted = {request.do for request in self._sent.values() if request.problem is None}
         return [kind in wanted for kind in KINDS]
@@ -174,13 +177,13 @@ class Requests:
         return sentences
 
 
-def read_request(path: Path) -> Request:
+def read_request(path: Path) -> RunRequest:
     """The request in a file, or what is wrong with it."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError("too large")
         return parse_request(read_json(path))
     except UsageError as error:
-        return Request("", problem=" ".join(str(error).splitlines()))
+        return RunRequest("", problem=" ".join(str(error).splitlines()))
     except (OSError, ValueError):
-        return Request("", problem=f"The file is no JSON document of at most {MOST_BYTES} bytes. {AS_FILES}")
+        return RunRequest("", problem=f"The file is no JSON document of at most {MOST_BYTES} bytes. {AS_FILES}")

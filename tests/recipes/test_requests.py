@@ -23,14 +23,21 @@ STEPS = 6
 PROMPTS = ("a ring at sea", "a ring in the snow")
 
 
-def trained(bench: Bench, at: dict[int, Callable[[Path], None]] | None = None, *, resume: bool = False) -> Path:
+def trained(
+    bench: Bench, at: dict[int, Callable[[Path], None]] | None = None, *, resume: bool = False, check: str = "off"
+) -> Path:
     """The folder of a run that calls these functions while it trains, by step."""
 
     def progress(now: Progress) -> None:
         if now.phase == "training" and at is not None:
             at.pop(now.step, lambda folder: None)(bench.folder("cat"))
 
-    steps = {"train.max_steps": STEPS, "checkpoint.every_n_steps": 500, "checkpoint.keep_last": 9}
+    steps = {
+        "train.max_steps": STEPS,
+        "checkpoint.every_n_steps": 500,
+        "checkpoint.keep_last": 9,
+        "gates.lora_check": check,
+    }
     settings = {name: parse_value(value) for name, value in QUICK.items()} | steps | {"cache.dir": str(bench.cache)}
     trainer = ProductionTrainer(
         bench.model, bench.data, settings=settings, output=bench.output, name="cat", progress=progress, quiet=True
@@ -64,7 +71,7 @@ def test_requests_are_done_and_change_nothing_that_is_trained(
         request("prompts", *(part for prompt in PROMPTS for part in ("--prompt", prompt)))(folder)
         request("sample")(folder)
 
-    folder = trained(bench, {1: request("save"), 2: damaged, 3: changed, STEPS: request("save")})
+    folder = trained(bench, {1: request("save"), 2: damaged, 3: changed, STEPS: request("save")}, check="lite")
     assert exported(folder) == plain
     assert [line.rpartition("/")[2] for line in capsys.readouterr().out.split()] == [
         "1.json",
@@ -84,6 +91,8 @@ def test_requests_are_done_and_change_nothing_that_is_trained(
     assert answer(folder, 10) == {"do": "sample", "step": 4, "result": "generated samples/step-000004.png"}
     drawn = json.loads((folder / "samples" / "step-000004.json").read_text("utf-8"))
     assert [row["prompt"] for row in drawn["images"]] == list(PROMPTS)
+    last = json.loads((folder / "samples" / "before_after.json").read_text("utf-8"))
+    assert [row["prompt"] for row in last["images"]] == list(PROMPTS)[:1]  # a lite check draws one
     assert answer(folder, 11)["problem"] == "The training ended before this was done."
     assert [path.name for path in (folder / "requests").iterdir()] == ["done"]
     events = [(row["step"], row["message"].partition(":")[0]) for row in rows(folder, "events.jsonl")]

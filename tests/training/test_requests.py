@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.config.schema import SampleSection
 from lora_trainer.core.errors import Problem
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.training.requests import KINDS, MOST_BYTES, Requests, write_request
@@ -47,7 +48,7 @@ def test_two_processes_do_it_after_the_same_step(place: TinyPlace) -> None:
 
 def test_what_came_after_a_vote_waits_for_the_next_one(folder: Path) -> None:
     """On GPUs votes are read one step later: what was read meanwhile is not among them."""
-    requests = Requests(folder)
+    requests = Requests(folder.parent)
     assert requests.read() == [False] * 3
     write_request(folder.parent, "sample")
     assert requests.read() == [False, True, False]  # voted in the first step
@@ -64,7 +65,7 @@ def test_what_came_after_a_vote_waits_for_the_next_one(folder: Path) -> None:
 
 
 def test_after_a_rollback_unanswered_requests_are_read_again(folder: Path) -> None:
-    requests = Requests(folder)
+    requests = Requests(folder.parent)
     write_request(folder.parent, "prompts", ["a"])
     requests.read()
     requests.agree(["prompts"])
@@ -93,7 +94,9 @@ def test_after_a_rollback_unanswered_requests_are_read_again(folder: Path) -> No
 def test_damaged_requests_are_answered_with_a_problem(folder: Path, content: bytes, problem: str) -> None:
     folder.mkdir()
     (folder / "1.json").write_bytes(content)
-    requests = Requests(folder, prompts_needed=3)
+    requests = Requests(
+        folder.parent, SampleSection(prompts=("x", "y", "z"), control_images=("x.png", "y.png", "z.png"))
+    )
     assert requests.read() == [False] * 3
     requests.agree([])
     (sentence,) = requests.answer(5, lambda kind: "done")
@@ -109,12 +112,12 @@ def test_only_whole_files_are_read(folder: Path) -> None:
     (folder / ".1.json.x.part").write_text('{"do": "save"}', encoding="utf-8")
     os.mkfifo(folder / "3.json")
     (folder / "4.json").symlink_to(folder / ".1.json.x.part")
-    assert Requests(folder).read() == [False] * 3
+    assert Requests(folder.parent).read() == [False] * 3
     assert write_request(folder.parent, "save").name == "5.json"
 
 
 def test_what_is_left_at_the_end_is_answered(folder: Path) -> None:
-    requests = Requests(folder)
+    requests = Requests(folder.parent)
     with requests:
         requests.answer(7, lambda kind: Problem("none"))
         write_request(folder.parent, "prompts", ["a"])
@@ -124,7 +127,7 @@ def test_what_is_left_at_the_end_is_answered(folder: Path) -> None:
 
 def test_a_disk_that_refuses_an_answer_ends_nothing(folder: Path) -> None:
     """A request that cannot be deleted is done once."""
-    requests = Requests(folder)
+    requests = Requests(folder.parent)
     write_request(folder.parent, "save")
     requests.read()
     requests.agree(["save"])
