@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from lora_trainer.batch import worker
 from lora_trainer.batch.queue import JobQueue
 from lora_trainer.core.interrupt import signalled
+from lora_trainer.core.io import read_json
+from lora_trainer.run.requesting import send_request
 from lora_trainer.training import feed, run_group
 from lora_trainer.training.metrics import Metrics
 from tests.recipes.recipe import record, rows, tensor_bytes
@@ -109,6 +111,28 @@ def test_each_folder_gets_the_lora_it_would_have_got_alone(over: Over) -> None:
         assert record(mine)["config"]["train"] == record(theirs)["config"]["train"]
         losses = [{row["step"]: row["loss"] for row in rows(each, "validation.jsonl")} for each in (mine, theirs)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_request_is_done_by_its_run_and_changes_no_bytes(
+    over: Over, night: Night, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = feed.make_micro_batch, list[Path]()
+
+    def asking(batch: Any, step: int, seed: int, *more: Any) -> Any:
+        if seed == 1 and not asked:
+            asked.extend(send_request(night.output / "birch", do) for do in ("save", "sample"))
+        return real(batch, step, seed, *more)
+
+    monkeypatch.setattr(feed, "make_micro_batch", asking)
+    assert night.run("--together", "3", **SMALL) == 0
+    save, sample = (read_json(path) for path in asked)
+    assert save["result"].endswith(f"weights/birch-step-{save['step']:06}.safetensors")
+    assert sample["result"] == f"generated samples/step-{sample['step']:06}.png"
+    assert [len(record(night.output / name)["weights"]) for name in NAMES] == [0, 1, 0]
+    for name in NAMES:
+        one, other = (each.output / name / f"{name}.safetensors" for each in (night, over.together))
+        assert tensor_bytes(one) == tensor_bytes(other)
 
 
 def test_a_folder_that_turns_nan_is_reported_and_leaves_the_others_bytes(

@@ -6,18 +6,23 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.toml import parse_value
+from lora_trainer.core.errors import UsageError
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.run.folder import locked
+from lora_trainer.run.requesting import send_request
 from lora_trainer.run.trainer import ProductionTrainer
 from tests.recipes.recipe import QUICK, Bench, exported, record, rows
+from tests.recipes.test_processes import WITHOUT_GPUS, launch
 
 STEPS = 6
 PROMPTS = ("a ring at sea", "a ring in the snow")
@@ -149,3 +154,22 @@ def test_a_request_loads_no_torch(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(folder / "requests" / "done" / "1.json")), done.stderr
     assert json.loads((folder / "requests" / "1.json").read_text("utf-8")) == {"do": "save"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
+def test_processes_of_a_launcher_do_it_together(bench: Bench, checkout: Path) -> None:
+    """Two real processes; `tests/training/test_requests.py` has simulated ones."""
+    arguments = bench.arguments("two", steps=60, checkpoint__every_n_steps=500)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(launch, checkout, arguments, "accelerate_configs/multi_gpu.yaml", *WITHOUT_GPUS)
+        places = list[Path]()
+        while not places and not ending.done():
+            with suppress(UsageError):
+                places = [send_request(bench.folder("two"), do) for do in ("save", "sample")]
+            time.sleep(0.05)
+        ended = ending.result()
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    save, sample = (json.loads(path.read_text("utf-8")) for path in places)
+    assert (bench.folder("two") / "weights" / f"two-step-{save['step']:06}.safetensors").is_file()
+    assert sample["result"] == f"generated samples/step-{sample['step']:06}.png"
