@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lora_trainer.batch.changes import is_open, named_jobs
 from lora_trainer.batch.executors import ExecutorOptions, executor
 from lora_trainer.batch.executors.local import kept_families
 from lora_trainer.batch.folders import Shared, job_settings, read_configs, read_root
@@ -33,13 +34,12 @@ from lora_trainer.batch.summary import job_failures, largest_code, write_summary
 from lora_trainer.batch.worker import SAFE, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError, nearest
+from lora_trainer.core.errors import DONE, INTERRUPTED, Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import failure_lines
-from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.ending_command import show_commands
@@ -156,71 +156,6 @@ def run_worker(output: Path, console: Console, name: str | None = None) -> int:
         return job.exit_code or DONE
 
 
-def cancel_jobs(output: Path, names: Sequence[str], console: Console) -> int:
-    """`batch cancel`: these jobs are not trained; one that trains now saves and stops. Raises UsageError, as `named_jobs`."""
-    store = store_of(output)
-    store.give_back_lost()
-    before = named_jobs(store, names, "Cancel")
-    store.cancel([job.name for job in before])
-    write_summary(store)
-    after = {job.name: job for job in store.read_jobs()}
-    executor(store.read_note(EXECUTOR) or "local").cancel(
-        store, [job.name for job in before if after[job.name].status == "cancelled"]
-    )
-    for job in before:
-        status = after[job.name].status
-        if status == "running":
-            console.print(f"{job.name}: saves and stops within seconds, and is cancelled then")
-        else:
-            console.print(f"{job.name}: {status}{'' if job.status == 'waiting' else ' already'}")
-    return DONE
-
-
-def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
-    """`batch retry`: these jobs, or all that ended without a LoRA, wait again. Raises UsageError, as `named_jobs`.
-
-    A job whose LoRA was refused is finished: its run would do nothing more.
-    """
-    store = store_of(output)
-    store.give_back_lost()
-    jobs = named_jobs(store, names, "Retry") if names else store.read_jobs()
-    ended_badly = ("failed", "stopped", "refused", "cancelled")
-    again = [job for job in jobs if job.retry_in is not None or is_open(job, store, ended_badly)]
-    finished = [job for job in jobs if job not in again and job.status in ("refused", "unresolved")]
-    if names and finished:
-        fix = "Rename or delete the folder of its run, and retry it then."
-        raise UsageError(
-            [Problem(f"{job.name}: its training finished, and its LoRA was {job.status}.", fix) for job in finished]
-        )
-    if stopping := [job for job in jobs if names and job.cancelled]:
-        fix = "Retry it when batch status shows that it is cancelled."
-        raise UsageError([Problem(f"{job.name} was cancelled and still runs.", fix) for job in stopping])
-    store.put_back([job.name for job in again])
-    write_summary(store)
-    for job in jobs if names else [*again, *finished]:
-        if job in finished:
-            console.print(f"{job.name}: its LoRA was {job.status}; delete {store.output / job.name} to train it again")
-        else:
-            console.print(f"{job.name}: {'waiting again' if job in again else f'{job.status} already'}")
-    waiting = sum(job.status == "waiting" for job in store.read_jobs())
-    if waiting:
-        console.print(f"{waiting} to run, by workers that run now, or by: lora-trainer batch work {output}")
-    return DONE
-
-
-def named_jobs(store: JobStore, names: Sequence[str], verb: str) -> list[QueuedJob]:
-    """The jobs of these names. Raises UsageError for names that the batch does not have, and where none is named."""
-    jobs = {job.name: job for job in store.read_jobs()}
-    if not names:
-        known = ", ".join(job.name for job in jobs.values() if job.status in ("running", "waiting"))
-        raise UsageError(
-            Problem("No job is named.", f"{verb} one or several of these: {known or 'none is left to run'}.")
-        )
-    if unknown := [name for name in names if name not in jobs]:
-        raise UsageError([Problem(f"{store.output} has no job {name}.", nearest(name, jobs)) for name in unknown])
-    return [jobs[name] for name in dict.fromkeys(names)]
-
-
 def show_batch(order: BatchOrder, console: Console) -> int:
     """`--dry-run`: what each folder's run would do; the largest exit code that is known already."""
     folders, code = check_order(order, weights=False), DONE
@@ -318,13 +253,6 @@ def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:
     pauses = order.options.jobs == 0  # which they keep
     store.put_back(job.name for job in known if is_open(job, store, again) or (job.retry_in is not None and not pauses))
     return store
-
-
-def is_open(job: QueuedJob, store: JobStore, again: Sequence[str]) -> bool:
-    """Whether a finished job must run again: it has no LoRA, or its run was deleted. `again`: statuses to repeat."""
-    if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
-        return read_record(store.output / job.name) is None
-    return job.status in again
 
 
 def show_settings(order: BatchOrder, jobs: Sequence[NewJob], console: Console) -> None:

@@ -66,7 +66,8 @@ def settings_of(store: JobStore, job: QueuedJob) -> Resolved:
     """The settings of one job: those of its file, or those of the batch and its folder now. Raises UsageError."""
     document = store.read_document(job.name)
     if document is None:
-        return job_settings(shared_from_json(store.read_note(SHARED)), job.name, job.data)
+        shared = store.read_note(f"{SHARED} {job.name}") or store.read_note(SHARED)  # of a job that was added by itself
+        return job_settings(shared_from_json(shared), job.name, job.data)
     resolved = read_settings(document)
     run = resolved.config.run.model_copy(update={"output": str(store.output.absolute())})  # as this machine sees it
     return replace(resolved, config=resolved.config.model_copy(update={"run": run}))

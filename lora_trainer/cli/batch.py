@@ -164,10 +164,12 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         raise UsageError(problems)
     if arguments.root == "status":
         return show_status(arguments.folder, as_json=arguments.json)
-    from lora_trainer.batch.batch import cancel_jobs, retry_jobs, run_worker
+    from lora_trainer.batch.changes import cancel_jobs, retry_jobs
     from lora_trainer.run.order import plain_console
 
     if arguments.root == "work":
+        from lora_trainer.batch.batch import run_worker
+
         return run_worker(arguments.folder, plain_console(), arguments.job)
     return (cancel_jobs if arguments.root == "cancel" else retry_jobs)(
         arguments.folder, arguments.names, plain_console()

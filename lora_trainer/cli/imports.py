@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import DONE, Problem, UsageError
-from lora_trainer.core.io import finite, write_text
+from lora_trainer.core.io import write_text
 
 if TYPE_CHECKING:
     from lora_trainer.importers.imported import Imported
@@ -63,9 +63,7 @@ def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     if output is not None:
         write_text(output, text)
     if arguments.json:
-        sys.stdout.write(
-            json.dumps(_document(imported, text, output), indent=2, ensure_ascii=False, default=str) + "\n"
-        )
+        sys.stdout.write(json.dumps(imported.to_json(output), indent=2, ensure_ascii=False, default=str) + "\n")
         return DONE
     console = Console(stderr=output is None, highlight=False)
     _print_table(console, imported)
@@ -74,20 +72,6 @@ def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     for line in _what_next(imported, output):
         show(console, Text(line))
     return DONE
-
-
-def _document(imported: Imported, text: str, output: Path | None) -> dict[str, object]:
-    document = {
-        "format": imported.format,
-        "file": str(imported.path),
-        "output": None if output is None else str(output),
-        "keys": [line.to_json() for line in imported.lines],
-        "counts": {verdict: len(_lines(imported, verdict)) for verdict in TITLES},
-        "settings": imported.settings,
-        "origins": imported.origin,
-        "toml": text,
-    }
-    return {key: finite(value) for key, value in document.items()}
 
 
 def _lines(imported: Imported, verdict: str) -> list[Line]:

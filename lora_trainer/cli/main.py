@@ -64,6 +64,8 @@ from lora_trainer.cli.sample_arguments import EXAMPLES as SAMPLE_EXAMPLES
 from lora_trainer.cli.sample_arguments import add_sample_arguments, sample
 from lora_trainer.cli.search import EXAMPLES as SEARCH_EXAMPLES
 from lora_trainer.cli.search import add_search_arguments, search_command
+from lora_trainer.cli.ui import EXAMPLES as UI_EXAMPLES
+from lora_trainer.cli.ui import add_ui_arguments, ui_command
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import DONE, INTERRUPTED, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
@@ -425,6 +427,12 @@ COMMANDS = {
         add_metrics_arguments,
         metrics_command,
         METRICS_EXAMPLES,
+    ),
+    "ui": Command(
+        "serve a page to start, watch and judge runs, and its REST",
+        add_ui_arguments,
+        ui_command,
+        UI_EXAMPLES,
     ),
     "profile": Command(
         "show in words where a run's time went, and what to try",

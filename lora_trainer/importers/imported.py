@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 
@@ -16,6 +16,7 @@ from lora_trainer.config.layers import Layer, plain_values, resolve
 from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import section_types, setting_names, shown, without_empty
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import finite
 from lora_trainer.importers import (
     aitoolkit,
     diffusers_flags,
@@ -28,7 +29,7 @@ from lora_trainer.importers import (
 )
 from lora_trainer.importers.data_files import nested
 from lora_trainer.importers.documents import read_document
-from lora_trainer.importers.reading import SOURCES, Line, Reading
+from lora_trainer.importers.reading import SOURCES, Line, Reading, Verdict
 
 
 def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mapping[str, str]) -> tuple[Line, ...]:
@@ -136,6 +137,21 @@ class Imported:
     settings: Mapping[str, Any]
     origin: Mapping[str, str]
     config: Config
+
+    def to_json(self, output: Path | None = None) -> dict[str, Any]:
+        """The document of `import --json`; `output` is the TOML file that was written."""
+        verdicts = [line.verdict for line in self.lines]
+        document = {
+            "format": self.format,
+            "file": str(self.path),
+            "output": None if output is None else str(output),
+            "keys": [line.to_json() for line in self.lines],
+            "counts": {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)},
+            "settings": self.settings,
+            "origins": self.origin,
+            "toml": as_toml(self),
+        }
+        return {key: finite(value) for key, value in document.items()}
 
 
 def import_file(path: Path) -> Imported:

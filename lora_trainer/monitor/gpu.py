@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -130,3 +131,31 @@ def _sample(nvml: Any, handle: Any) -> GPU:
         clock_most=query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
         reasons=int(query("nvmlDeviceGetCurrentClocksThrottleReasons") or 0),
     )
+
+
+def nvidia_gpus() -> tuple[Callable[[], dict[str, Any]], ...]:
+    """A function for each NVIDIA GPU of this machine that describes it now, without torch; none where NVML is missing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # noqa: BLE001  a driver's library may fail in any way, and nothing depends on it
+        return ()
+
+    def describe(index: int, handle: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": index, "name": str(pynvml.nvmlDeviceGetName(handle))}
+        try:
+            now = _sample(pynvml, handle)
+            total = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+        except Exception:  # noqa: BLE001  the same
+            return found
+        found |= {
+            "utilization": now.utilization,
+            "celsius": now.celsius,
+            "watts": now.watts,
+            "watts_limit": now.watts_limit,
+        }
+        return {**found, "memory_total": total, "memory_used": round(now.memory * total), "throttled": now.throttled}
+
+    return tuple(partial(describe, index, handle) for index, handle in enumerate(handles))

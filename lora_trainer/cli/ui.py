@@ -1,0 +1,59 @@
+"""`ui`: serve the page and its REST."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+from lora_trainer.cli.arguments import say
+from lora_trainer.core.errors import DONE, Problem, UsageError
+
+EXAMPLES = """examples:
+  lora-trainer ui
+  lora-trainer ui --port 0 --output night --root ./models --root ./datasets
+  lora-trainer ui --host 0.0.0.0
+"""
+PORT, HOST, OUTPUT = 7860, "127.0.0.1", Path("runs")
+NEEDED = ("fastapi", "uvicorn")
+
+
+def add_ui_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"0 takes a free one ({PORT})")
+    parser.add_argument(
+        "--host",
+        default=HOST,
+        help="address to listen at (default: reachable from this computer alone); another one asks for a token, "
+        "which is printed once",
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"folder of runs ({OUTPUT})")
+    parser.add_argument(
+        "--root",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="folder of models and images that the page may read (repeatable; default: your home folder and the "
+        "current one)",
+    )
+
+
+def ui_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    """Serve until a signal comes. Raises UsageError."""
+    problems = [
+        *unknown,
+        *(Problem(f"{root} is not a folder.", "Name a folder.") for root in arguments.root if not root.is_dir()),
+    ]
+    if not 0 <= arguments.port <= 65535:
+        problems.append(Problem(f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}."))
+    if arguments.output.exists() and not arguments.output.is_dir():
+        problems.append(Problem(f"{arguments.output} is not a folder.", "Choose another --output."))
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        problems.append(Problem(f"{' and '.join(missing)} cannot be found.", "pip install 'lora-trainer[ui]'"))
+    if problems:
+        raise UsageError(problems)
+    from lora_trainer.web.serve import serve
+
+    roots = arguments.root or [Path.home(), Path.cwd()]
+    serve(arguments.host, arguments.port, arguments.output, roots, say)
+    return DONE

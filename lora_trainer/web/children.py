@@ -1,0 +1,138 @@
+"""Processes that the server starts: runs and workers. Each is on its own: the server's end does not reach it.
+
+What was started is written to a file, so that the next server knows it. A number of a process is used again by the system,
+so it counts only with the time when that process started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.web.run_list import process_start
+from lora_trainer.web.safety import Refusal
+
+SAME_START = 1.0  # seconds
+LOG_END = 4000  # bytes in which the reason of a failed start is looked for
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that was started: `train` or `produce` of a run, or `work` of a worker, on `gpu` where one was chosen."""
+
+    name: str
+    command: str
+    pid: int
+    created: float  # as the system has it
+    started: float
+    gpu: str | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        started = process_start(self.pid)
+        return started is not None and abs(started - self.created) < SAME_START
+
+    def stop(self) -> None:
+        """Let it save and stop, as Ctrl-C does. Raises Refusal where it has ended."""
+        if not self.is_alive:
+            raise Refusal(409, Problem(f"{self.name} does not run.", "Look at its log."))
+        stop_process(self.pid)
+
+
+class Children:
+    """The processes that were started for the runs in one folder. Any thread may call its methods."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._own: dict[int, subprocess.Popen[bytes]] = {}
+        self._started, self._logs = folder / "started", folder / "logs"
+
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        again: bool = False,
+    ) -> Child:
+        """Start `lora-trainer ARGUMENTS`; its output is in a log, after the earlier one's with `again`.
+
+        Raises Refusal where a process of that name runs, OSError.
+        """
+        with self._lock:
+            known = self._read(name)
+            if known is not None and known.is_alive:
+                raise Refusal(409, Problem(f"{name} is starting, or runs.", "Wait for it, or stop it."))
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with open(self.log(name), "ab" if again else "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "lora_trainer", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                    start_new_session=True,
+                )
+            self._own[process.pid] = process
+            created = process_start(process.pid) or time.time()
+            gpu = (environment or {}).get("CUDA_VISIBLE_DEVICES")
+            child = Child(
+                name, "work" if arguments[0] == "batch" else arguments[0], process.pid, created, time.time(), gpu
+            )
+            write_json(self._started / f"{name}.json", asdict(child))
+            return child
+
+    def log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def all(self) -> list[Child]:
+        """What was started, the newest last."""
+        with self._lock:
+            for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
+                del self._own[pid]  # and no zombie stays
+            found = [self._read(path.stem) for path in self._started.glob("*.json")]
+        return sorted((each for each in found if each is not None), key=lambda child: child.started)
+
+    def forget(self, name: str) -> None:
+        (self._started / f"{name}.json").unlink(missing_ok=True)
+
+    def last_words(self, name: str) -> str | None:
+        """What the log of an ended process says of an error, else its last line; None without a log."""
+        try:
+            with open(self.log(name), "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_END))
+                lines = printable_lines(file.read().decode("utf-8", "replace").strip()).splitlines()
+        except OSError:
+            return None
+        first = next((at for at, line in enumerate(lines) if line.startswith("error:")), len(lines) - 1)
+        return " ".join(line.strip() for line in lines[first:]) or None
+
+    def _read(self, name: str) -> Child | None:
+        try:
+            return Child(**read_json(self._started / f"{name}.json"))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def stop_process(pid: int) -> None:
+    """Let a process save and stop. Raises Refusal where that cannot be."""
+    if os.name != "posix":
+        raise Refusal(
+            409, Problem("A process cannot be asked to save on this system.", "Press Ctrl-C in its terminal.")
+        )
+    try:
+        os.kill(pid, signal.SIGTERM)  # a shell may let its background processes ignore SIGINT
+    except ProcessLookupError:
+        raise Refusal(409, Problem("The run has just ended.", "Look at its verdict.")) from None
+    except PermissionError:
+        raise Refusal(409, Problem("The run belongs to another user.", "Stop it in its terminal.")) from None

@@ -1,0 +1,262 @@
+"""The runs below the folder of runs, as rows; read again only where a file changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+
+from lora_trainer.core.errors import Problem
+from lora_trainer.monitor.trackers import METRICS, VALIDATION
+from lora_trainer.report.prometheus import newest_row
+from lora_trainer.report.read import mapping, number, text, whole
+from lora_trainer.report.record import FILE, read_record
+from lora_trainer.run.folder import LOCK, is_in_use
+from lora_trainer.web.safety import Refusal
+
+OWN = ".ui"  # the server's own folder inside of that of the runs
+DEEPEST = 2  # folders below it: runs of a batch or a search are in a folder of their own
+LONGEST_ID = 600
+KEPT_SECONDS = 1.0  # how long it counts which process holds which lock
+PROBED_SECONDS = 15.0  # the same of locks that no process of this user on this machine holds
+NO_NAME = re.compile(r"[/\\\0]|:" if os.name == "nt" else r"[/\\\0]")
+SAMPLE = re.compile(r".+_with(_[\d.]+)?\.png")
+Stamp = tuple[int, int, int] | None
+
+
+def stamp_of(path: Path) -> Stamp:
+    """What changes when a file does; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def id_of(folder: Path, output: Path) -> str:
+    """The run's id: its folder below that of the runs, with `~` for `/`; a `~` in a name is `~.`, as no name begins with a dot."""
+    return "~".join(part.replace("~", "~.") for part in folder.relative_to(output).parts)
+
+
+def path_of(run: str, output: Path) -> Path | None:
+    """The folder that an id names, whether it is there or not; None for what is no id."""
+    parts = [part.replace("~.", "~") for part in re.split(r"~(?!\.)", run)]
+    if len(run) > LONGEST_ID or len(parts) > DEEPEST or not run.isprintable():
+        return None
+    if any(not part or part.startswith(".") or NO_NAME.search(part) for part in parts):
+        return None
+    return output.joinpath(*parts)
+
+
+def folder_of(run: str, output: Path) -> Path:
+    """The folder of a run. Raises Refusal for what is no id of a run in `output`."""
+    folder = path_of(run, output)
+    if folder is not None and not any(
+        each.is_symlink() for each in (folder, *folder.parents) if each.is_relative_to(output) and each != output
+    ):
+        try:
+            if read_record(folder) is not None:
+                return folder
+        except OSError:  # a name that is too long
+            pass
+    raise Refusal(404, Problem(f"There is no run {run[:100]}.", "GET /api/runs lists them."))
+
+
+def file_url(run: str, name: str) -> str:
+    """Where a file of a run is served."""
+    return f"/api/runs/{quote(run, safe='~')}/files/{quote(name)}"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that trains in a folder: its number, which the system uses again, and its start."""
+
+    pid: int
+    started: float
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """A row, and what it was made of."""
+
+    stamps: tuple[Stamp, ...]
+    row: Mapping[str, Any]
+
+
+class RunList:
+    """The runs below `output`. Any thread may call its methods."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self._lock = threading.Lock()
+        self._kept: dict[Path, KeptRow] = {}
+        self._holders: tuple[float, Mapping[str, Holder]] = (0.0, {})
+        self._probed: dict[Path, tuple[float, bool]] = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each run, newest first."""
+        with self._lock:
+            folders = list(run_folders(self.output))
+            for gone in self._kept.keys() - set(folders):
+                del self._kept[gone]
+            rows = [self._row(folder) for folder in folders]
+        return sorted(rows, key=lambda row: (-(row["started"] or 0.0), row["id"]))
+
+    def row(self, folder: Path) -> dict[str, Any]:
+        with self._lock:
+            return self._row(folder)
+
+    def _row(self, folder: Path) -> dict[str, Any]:
+        files = (folder / FILE, folder / "samples", folder / METRICS, folder / VALIDATION)
+        kept = self._kept.get(folder)
+        stamps = tuple(map(stamp_of, files[:2]))
+        # What an ended run wrote in its steps is in its record.
+        if kept is None or kept.row["status"] == "running" or kept.stamps[:2] != stamps:
+            stamps = tuple(map(stamp_of, files))
+            if kept is None or kept.stamps != stamps:
+                kept = self._kept[folder] = KeptRow(stamps, row_of(folder, self.output))
+        return {**kept.row, "is_live": kept.row["status"] == "running" and self._is_live(folder)}
+
+    def holder(self, folder: Path) -> Holder | None:
+        """The process of this user on this machine that trains in a folder."""
+        with self._lock:
+            return self._holder(folder)
+
+    def is_live(self, folder: Path) -> bool:
+        """Whether a process trains in the folder, on any machine: it holds the folder's lock."""
+        with self._lock:
+            return self._is_live(folder)
+
+    def _holder(self, folder: Path) -> Holder | None:
+        if time.monotonic() - self._holders[0] > KEPT_SECONDS:
+            self._holders = (time.monotonic(), lock_holders())
+        return self._holders[1].get(os.path.realpath(folder / LOCK))
+
+    def _is_live(self, folder: Path) -> bool:
+        if self._holder(folder) is not None:
+            return True
+        # Asking takes the lock for a moment, so it is done rarely.
+        when, found = self._probed.get(folder, (-PROBED_SECONDS, False))
+        if time.monotonic() - when >= PROBED_SECONDS:
+            found = is_in_use(folder)
+            self._probed[folder] = (time.monotonic(), found)
+        return found
+
+
+def run_folders(output: Path) -> Iterator[Path]:
+    """The run folders below `output`. Links and hidden folders are not followed, nor names that are no text."""
+
+    def inside(folder: Path, deep: int) -> Iterator[Path]:
+        try:
+            entries = [each for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)]
+        except OSError:  # missing, or not readable
+            return
+        for entry in entries:
+            if entry.name.startswith(".") or not entry.name.isprintable():
+                continue
+            if os.path.isfile(os.path.join(entry.path, FILE)):
+                yield Path(entry.path)
+            elif deep > 1:
+                yield from inside(Path(entry.path), deep - 1)
+
+    return inside(output, DEEPEST)
+
+
+def row_of(folder: Path, output: Path) -> dict[str, Any]:
+    """What a list shows of a run; `is_live` is added."""
+    record, run = read_record(folder) or {}, id_of(folder, output)
+    status, scores, training = (
+        text(record.get("status")) or "unknown",
+        mapping(record.get("scores")),
+        mapping(record.get("training")),
+    )
+    total = whole(mapping(record.get("arithmetic")).get("total"))
+    row, validation = newest_row(folder / METRICS)[0], newest_row(folder / VALIDATION)[0]
+    step = max(whole(row.get("step")) or 0, whole(record.get("steps")) or 0)
+    changed = stamp_of(folder / FILE)
+    preview = newest_sample(folder / "samples")
+    return {
+        "id": run,
+        "name": text(record.get("name")) or folder.name,
+        "folder": str(folder),
+        "status": status,
+        "reason": record.get("reason"),
+        "phase": phase_of(total, row, step) if status == "running" else None,
+        "step": step,
+        "total": total,
+        "loss": number(row.get("loss")) if status == "running" else number(training.get("loss_average")),
+        "val_loss": number(validation.get("loss")),
+        "family": text(mapping(record.get("model")).get("family")) or None,
+        "started": number(record.get("started")),
+        "ended": changed[0] / 1e9 if changed and status != "running" else None,
+        "scores": {name: number(scores.get(name)) for name in ("dataset", "lora")},
+        "outcome": record.get("outcome"),
+        "preview": None if preview is None else file_url(run, f"samples/{preview}"),
+    }
+
+
+def phase_of(total: int | None, row: Mapping[str, Any], step: int) -> str:
+    """Where a run that trains is, by what it wrote so far."""
+    if total is None:
+        return "checking"
+    return "caching" if not row and not step else "training" if step < total else "validating"
+
+
+def newest_sample(folder: Path) -> str | None:
+    """The name of the newest image with the LoRA."""
+    try:
+        found = [(each.stat().st_mtime_ns, each.name) for each in os.scandir(folder) if SAMPLE.fullmatch(each.name)]
+    except OSError:
+        return None
+    return max(found)[1] if found else None
+
+
+def lock_holders() -> dict[str, Holder]:
+    """The locks of runs that processes have open, with the oldest of the processes of each: its children inherit it."""
+    found: dict[str, list[int]] = {}
+    for pid, path in open_locks():
+        found.setdefault(path, []).append(pid)
+    holders: dict[str, Holder] = {}
+    for path, pids in found.items():
+        started = [(process_start(pid), pid) for pid in pids]
+        alive = sorted((when, pid) for when, pid in started if when is not None)
+        if alive:
+            holders[path] = Holder(alive[0][1], alive[0][0])
+    return holders
+
+
+def process_start(pid: int) -> float | None:
+    """When a process started, in seconds since 1970; None where none has this number, or it has ended and waits for its parent."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def open_locks() -> Iterator[tuple[int, str]]:
+    """Process and path of each run's lock that a process of this user has open."""
+    suffix = f"{os.sep}{LOCK}"
+    if not os.path.isdir("/proc/self/fd"):
+        for process in psutil.process_iter():
+            try:
+                yield from ((process.pid, each.path) for each in process.open_files() if each.path.endswith(suffix))
+            except psutil.Error:
+                continue
+        return
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{name}/fd")]
+        except OSError:  # another user's, or it has ended
+            continue
+        yield from ((int(name), link) for link in links if link.endswith(suffix))

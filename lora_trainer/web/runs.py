@@ -1,0 +1,285 @@
+"""`/api/runs`: what runs did and do, from their folders; stop them, ask them for something, delete them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from lora_trainer.batch.stores import holds_batch, store_of
+from lora_trainer.config.toml import section_types
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.io import create_exclusively
+from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
+from lora_trainer.report.prometheus import newest_row
+from lora_trainer.report.read import RunReport, images_in, keeps_state, mapping, number, read_run, settings_of
+from lora_trainer.report.record import BEFORE_AFTER, FILE, read_record
+from lora_trainer.web.children import stop_process
+from lora_trainer.web.run_list import file_url, folder_of, path_of
+from lora_trainer.web.safety import JSON, Refusal
+from lora_trainer.web.served_files import WIDTHS, answer_with, inside, thumbnail
+from lora_trainer.web.server_state import ServerState, State
+from lora_trainer.web.verdict_page import verdict_document
+
+MOST_ROWS, MOST_COMPARED, MOST_POINTS = 1000, 12, 20_000
+MOST_LOG = 1_000_000  # bytes
+MOST_REQUESTS = 100  # of a run that wait
+REQUESTS = "requests"
+CONSOLE = Path("logs") / "console.txt"  # of a run of a batch
+LIVE = ("stop", "save", "sample", "prompts")
+
+router = APIRouter(prefix="/api", default_response_class=JSON)
+
+
+class RunRequest(BaseModel):
+    """What a run is to do between two steps."""
+
+    model_config = ConfigDict(extra="forbid")
+    do: Literal["save", "sample", "prompts"]
+    prompts: list[Annotated[str, Field(min_length=1, max_length=2000)]] = Field([], max_length=64)
+
+
+@router.get("/runs")
+def list_runs(
+    state: State,
+    limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = MOST_ROWS,
+    offset: Annotated[int, Query(ge=0)] = 0,
+    status: str | None = None,
+) -> Response:
+    """All runs, newest first; those that were started here and have no folder yet are `starting`."""
+    rows = [row for row in all_rows(state) if status in (None, row["status"])]
+    return JSON({"runs": rows[offset : offset + limit], "count": len(rows)})
+
+
+def all_rows(state: ServerState) -> list[dict[str, Any]]:
+    """The rows of the runs, before them those that begin now, or could not."""
+    rows = state.runs.rows()
+    known = {row["id"] for row in rows}
+    return [*(row for row in starting_rows(state) if row["id"] not in known), *rows]
+
+
+def starting_rows(state: ServerState) -> list[dict[str, Any]]:
+    """A row for each run that was started here and has no record, newest first."""
+    unknown = dict.fromkeys(("phase", "total", "loss", "val_loss", "family", "outcome", "preview"))
+    found = []
+    for child in reversed(state.children.all()):
+        folder = path_of(child.name, state.output)
+        if child.command == "work" or folder is None or (folder / FILE).is_file():
+            continue
+        is_live = child.is_alive
+        row = {"id": child.name, "name": folder.name, "is_live": is_live, "step": 0}
+        row |= {"folder": str(folder), "started": child.started, **unknown}
+        row |= {"status": "starting" if is_live else "failed", "scores": {"dataset": None, "lora": None}}
+        found.append({**row, "ended": None, "reason": None if is_live else state.children.last_words(child.name)})
+    return found
+
+
+def report_of(state: ServerState, run: str) -> RunReport:
+    return read_run(folder_of(run, state.output))
+
+
+@router.get("/runs/{run}")
+def show_run(run: str, state: State) -> Response:
+    """The document of `run.json`, how far the run is, and what it may be asked for."""
+    starting = [row for row in starting_rows(state) if row["id"] == run]
+    if starting:
+        return JSON({**starting[0], "progress": None, "may": []})
+    folder = folder_of(run, state.output)
+    record, row = read_record(folder) or {}, state.runs.row(folder)
+    resumes = keeps_state(record) and (folder / "config.toml").is_file()
+    may = list(LIVE) if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
+    own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
+    return JSON({**record, "name": row["name"], **own, "progress": progress_of(folder, row)})
+
+
+def progress_of(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """Step, losses, seconds of a step and until the training ends, by the newest rows."""
+    newest = newest_row(folder / METRICS)[0]
+    seconds = number(newest.get("seconds"))
+    left = None if row["total"] is None or seconds is None else max(0, row["total"] - row["step"]) * seconds
+    found = {key: row[key] for key in ("phase", "step", "total", "loss", "val_loss")}
+    return {**found, "lr": number(newest.get("lr")), "seconds_per_step": seconds, "seconds_left": left}
+
+
+@router.get("/runs/{run}/metrics")
+def show_metrics(
+    run: str,
+    state: State,
+    after: int = -1,
+    points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 2000,
+) -> Response:
+    """Columns of the steps after `after`; of more steps than `points` the lowest and highest losses are kept."""
+    return JSON(state.metrics.document(folder_of(run, state.output), after, points))
+
+
+@router.get("/compare")
+def compare_runs(runs: str, state: State, points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 1000) -> Response:
+    """The metrics of several runs, named with commas."""
+    names = list(dict.fromkeys(name for name in runs.split(",") if name))
+    if not 1 <= len(names) <= MOST_COMPARED:
+        raise Refusal(422, Problem(f"{len(names)} runs are named.", f"Name 1 to {MOST_COMPARED}, with commas."))
+    folders = {name: folder_of(name, state.output) for name in names}
+    rows = [
+        {"id": name, "name": folder.name, "metrics": state.metrics.document(folder, points=points)}
+        for name, folder in folders.items()
+    ]
+    return JSON({"runs": rows})
+
+
+@router.get("/runs/{run}/events")
+def show_events(run: str, state: State) -> Response:
+    """What happened beside the steps."""
+    return JSON({"events": read_lines(folder_of(run, state.output) / EVENTS)})
+
+
+@router.get("/runs/{run}/log")
+def show_log(run: str, state: State, tail: Annotated[int, Query(ge=1, le=MOST_LOG)] = 20_000) -> Response:
+    """The end of what the run printed. A run that was started in a terminal printed it there."""
+    starting = {row["id"] for row in starting_rows(state)}
+    folder = state.output if run in starting else folder_of(run, state.output)
+    for path in (folder / CONSOLE, state.children.log(run)):
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - tail))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            continue
+        return JSON({"text": printable_lines(text.replace("\r\n", "\n")), "size": size, "file": str(path)})
+    return JSON({"text": "", "size": 0, "file": None})
+
+
+@router.get("/runs/{run}/samples")
+def show_samples(run: str, state: State) -> Response:
+    """Every image that was generated, by step; those without a step are of the end."""
+    folder = folder_of(run, state.output)
+    ended = bool(mapping((read_record(folder) or {}).get("files")).get(BEFORE_AFTER))
+    rows = [
+        {
+            "step": image.step,
+            "prompt": image.prompt,
+            "seed": image.seed,
+            "strength": image.strength,
+            "is_base": image.strength is None,
+            "url": file_url(run, f"samples/{image.path.name}"),
+        }
+        for image in images_in(folder / "samples", ended=ended)
+    ]
+    return JSON({"samples": rows})
+
+
+@router.get("/runs/{run}/verdict")
+def show_verdict(run: str, state: State) -> Response:
+    """The scores with their parts, what shows them, and what to do."""
+    return JSON(verdict_document(report_of(state, run), run))
+
+
+@router.get("/runs/{run}/settings")
+def show_settings(run: str, state: State) -> Response:
+    """Every setting with its value, where that came from, and whether it may change when the run is resumed."""
+    record = read_record(folder_of(run, state.output)) or {}
+    values, types, rows = mapping(record.get("config")), section_types(), []
+    for row in settings_of(record):
+        section, _, key = row.name.partition(".")
+        field = types[section].model_fields.get(key) if section in types else None
+        extra = field.json_schema_extra if field is not None else None
+        rows.append(
+            {
+                "name": row.name,
+                "value": mapping(values.get(section)).get(key),
+                "shown": row.value,
+                "origin": row.origin,
+                "is_chosen": row.chosen,
+                "default": None if field is None else field.get_default(call_default_factory=True),
+                "description": row.about,
+                "on_resume": extra.get("on_resume") if isinstance(extra, dict) else None,
+            }
+        )
+    return JSON({"settings": json.loads(json.dumps(rows, default=_plain))})
+
+
+def _plain(value: object) -> object:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+
+
+@router.get("/runs/{run}/files/{name:path}")
+def show_file(
+    run: str, name: str, state: State, width: Annotated[int | None, Query(ge=WIDTHS[0], le=WIDTHS[1])] = None
+) -> Response:
+    """A file of the run; `width` asks for a smaller copy of an image."""
+    path = inside(folder_of(run, state.output), name)
+    if width is not None:
+        path = thumbnail(path, width, state.own / "thumbnails")
+    return answer_with(path, name)
+
+
+@router.post("/runs/{run}/stop")
+def stop_run(run: str, state: State) -> Response:
+    """Let the run save and stop. A job of the queue is cancelled, so that no worker takes it again."""
+    started = {child.name: child for child in state.children.all() if child.command != "work"}
+    folder = (path_of(run, state.output) if run in started else None) or folder_of(run, state.output)
+    if cancel_job(folder):
+        return JSON({"message": f"{folder.name}: saves and stops within seconds, and is cancelled then"})
+    if run in started and started[run].is_alive:
+        started[run].stop()
+    elif (holder := state.runs.holder(folder)) is not None:
+        stop_process(holder.pid)
+    elif state.runs.is_live(folder):
+        raise Refusal(409, Problem(f"{folder.name} is trained on another machine.", "Stop it there."))
+    else:
+        raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
+    return JSON({"message": f"{folder.name}: saves and stops within seconds"})
+
+
+def cancel_job(folder: Path) -> bool:
+    """Cancel the job that trains in this folder; False where it is none of a batch."""
+    if not holds_batch(folder.parent):
+        return False
+    store = store_of(folder.parent)
+    if not any(job.name == folder.name and job.status == "running" for job in store.read_jobs()):
+        return False
+    store.cancel([folder.name])
+    return True
+
+
+@router.post("/runs/{run}/requests", status_code=202)
+def request_of_run(run: str, request: RunRequest, state: State) -> Response:
+    """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
+    folder = folder_of(run, state.output)
+    if request.do == "prompts" and not request.prompts:
+        raise Refusal(422, Problem("No prompts are named.", 'Send {"do": "prompts", "prompts": ["..."]}.'))
+    if not state.runs.is_live(folder):
+        raise Refusal(409, Problem(f"{folder.name} does not run.", "Resume it first."))
+    waiting = folder / REQUESTS
+    waiting.mkdir(exist_ok=True)
+    numbers = [int(path.stem) for path in waiting.glob("*.json") if path.stem.isdecimal()]
+    if len(numbers) >= MOST_REQUESTS:
+        raise Refusal(409, Problem(f"{len(numbers)} requests wait for the run.", "Wait for its next step."))
+    document = json.dumps({**request.model_dump(exclude_defaults=True), "time": time.time()}, ensure_ascii=False)
+    number = max(numbers, default=0) + 1
+    while not create_exclusively(waiting / f"{number}.json", document + "\n"):
+        number += 1
+    return JSON({"number": number}, 202)
+
+
+@router.delete("/runs/{run}")
+def delete_run(run: str, state: State) -> Response:
+    """Move the folder of a run that does not run to the trash, which is a folder too."""
+    never_began = [row for row in starting_rows(state) if row["id"] == run and not row["is_live"]]
+    if never_began and not Path(never_began[0]["folder"]).exists():
+        state.children.forget(run)  # it never came to be a run
+        return JSON({"moved_to": None})
+    folder = folder_of(run, state.output)
+    if state.runs.is_live(folder):
+        raise Refusal(409, Problem(f"{folder.name} runs.", "Stop it first."))
+    trash = state.own / "trash" / f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    trash.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(folder, trash)
+    state.children.forget(run)
+    return JSON({"moved_to": str(trash)})

@@ -1,0 +1,77 @@
+"""What the routes of the server share."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.web.children import Children
+from lora_trainer.web.live import Watcher
+from lora_trainer.web.machine_now import Machine
+from lora_trainer.web.planner import Planner
+from lora_trainer.web.run_columns import MetricsOfRuns
+from lora_trainer.web.run_list import OWN, RunList
+from lora_trainer.web.safety import Token
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """`output` is the folder of runs; `roots` are the folders that may be read beside it; `token` is of another address."""
+
+    output: Path
+    roots: tuple[Path, ...] = ()
+    token: Token | None = None
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Folders, and what is kept between requests."""
+
+    options: ServerOptions
+    changing: threading.Lock = field(default_factory=threading.Lock)  # held while runs or jobs are added
+    metrics: MetricsOfRuns = field(default_factory=MetricsOfRuns)
+    planner: Planner = field(default_factory=Planner)
+
+    @property
+    def output(self) -> Path:
+        return self.options.output
+
+    @property
+    def own(self) -> Path:
+        """The server's own folder."""
+        return self.output / OWN
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """The folders that may be read: those of the options, that of the runs, the built-in model and dataset."""
+        return (*self.options.roots, self.output, BASE_FOLDER.parent)
+
+    @cached_property
+    def runs(self) -> RunList:
+        return RunList(self.output)
+
+    @cached_property
+    def children(self) -> Children:
+        return Children(self.own)
+
+    @cached_property
+    def machine(self) -> Machine:
+        return Machine(self.output)
+
+    @cached_property
+    def watcher(self) -> Watcher:
+        return Watcher(self.output, self.runs, self.children, self.machine)
+
+
+def state_of(request: Request) -> ServerState:
+    found: ServerState = request.app.state.server
+    return found
+
+
+State = Annotated[ServerState, Depends(state_of)]
