@@ -9,7 +9,7 @@ from typing import Any, get_args
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers, refuse_other_family
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, GatesSection
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.schema.types import Flavor, PredictionType
 from lora_trainer.config.toml import EMPTY
@@ -62,6 +62,14 @@ def refuse_missing_attention(resolved: Resolved) -> None:
     problem = lacking(resolved.config.hardware.attention_backend)
     if problem is not None and from_user(resolved.origin["hardware.attention_backend"]):
         raise UsageError(problem)
+
+
+def refuse_unmeasured(gates: GatesSection) -> None:
+    """Raise UsageError for a gate that is enforced on a score that is not measured."""
+    if gates.lora_check == "off" and gates.lora > 0:
+        message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
+        fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
+        raise UsageError(Problem(message, fix))
 
 
 def _family_of(

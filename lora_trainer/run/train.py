@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
-from lora_trainer.config.schema import GatesSection
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
 from lora_trainer.core.errors import (
     BUG,
@@ -66,7 +65,7 @@ from lora_trainer.run.inputs import (
 )
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.settings import refuse_missing_attention
+from lora_trainer.run.settings import refuse_missing_attention, refuse_unmeasured
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -206,14 +205,6 @@ def with_weights(order: Order, inputs: Inputs) -> Inputs:
         return inputs
     say = silent if order.console.quiet else on_stderr
     return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])
-
-
-def refuse_unmeasured(gates: GatesSection) -> None:
-    """Raise UsageError for a gate that is enforced on a score that is not measured."""
-    if gates.lora_check == "off" and gates.lora > 0:
-        message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
-        fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
-        raise UsageError(Problem(message, fix))
 
 
 def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:

@@ -56,40 +56,30 @@ def make_app(options: ServerOptions) -> FastAPI:
     for router in (login, *ROUTERS):
         app.include_router(router)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
-    app.add_exception_handler(UserError, user_error)
-    app.add_exception_handler(RequestValidationError, wrong_request)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unexpected)
+
+    @app.exception_handler(UserError)
+    def user_error(request: Request, error: UserError) -> Response:
+        return answer_of(error)
+
+    @app.exception_handler(RequestValidationError)
+    def wrong_request(request: Request, error: RequestValidationError) -> Response:
+        fields = [(".".join(map(str, each["loc"][1:])) or "The request", each["msg"]) for each in error.errors()]
+        return answer_of(Refusal(422, [Problem(f"{name}: {what}.", "See /openapi.json.") for name, what in fields]))
+
+    @app.exception_handler(HTTPException)
+    def http_error(request: Request, error: HTTPException) -> Response:
+        answer = answer_of(Refusal(error.status_code, Problem(f"{error.detail}.", "See /openapi.json.")))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    def unexpected(request: Request, error: Exception) -> Response:
+        """A full disk, a file that cannot be read, or a bug; the traceback is in the terminal of the server."""
+        if isinstance(error, OSError) and refusal(error) in FULL:
+            return answer_of(Refusal(507, Problem("The disk is full.", "Free some space.")))
+        message = f"This is a bug in lora-trainer, or a file cannot be read: {type(error).__name__}."
+        return answer_of(Refusal(500, Problem(message, "The terminal of `lora-trainer ui` shows more.")))
+
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=6)
     app.add_middleware(Guard, token=options.token)
     return app
-
-
-def user_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, UserError)
-    return answer_of(error)
-
-
-def wrong_request(request: Request, error: Exception) -> Response:
-    """All that is wrong with the fields of a request."""
-    assert isinstance(error, RequestValidationError)
-    problems = [
-        Problem(f"{'.'.join(map(str, each['loc'][1:])) or 'The request'}: {each['msg']}.", "See /openapi.json.")
-        for each in error.errors()
-    ]
-    return answer_of(Refusal(422, problems))
-
-
-def http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    answer = answer_of(Refusal(error.status_code, Problem(f"{error.detail}.", "See /openapi.json.")))
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-def unexpected(request: Request, error: Exception) -> Response:
-    """A full disk, a file that cannot be read, or a bug; the traceback is in the terminal of the server."""
-    if isinstance(error, OSError) and refusal(error) in FULL:
-        return answer_of(Refusal(507, Problem("The disk is full.", "Free some space.")))
-    message = f"This is a bug in lora-trainer, or a file cannot be read: {type(error).__name__}."
-    return answer_of(Refusal(500, Problem(message, "The terminal of `lora-trainer ui` shows more.")))

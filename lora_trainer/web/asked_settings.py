@@ -114,10 +114,10 @@ def named_places(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(of_section, Mapping):
             yield from ((name, text) for text in texts_in(of_section.get(key)))
     data = values.get("data")
-    for source in texts_and_tables(data.get("sources") if isinstance(data, Mapping) else None):
-        if isinstance(source, str):
-            yield "data.sources", source
-            continue
+    sources = data.get("sources") if isinstance(data, Mapping) else None
+    yield from (("data.sources", text) for text in texts_in(sources))
+    tables = sources if isinstance(sources, list | tuple) else [sources]
+    for source in (each for each in tables if isinstance(each, Mapping)):
         for key in OF_SOURCES:
             yield from (("data.sources", text) for text in texts_in(source.get(key)) if (key, text) != ("masks", ALPHA))
 
@@ -128,8 +128,3 @@ def texts_in(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping | list | tuple):
         yield from (each for each in value if isinstance(each, str))
-
-
-def texts_and_tables(value: Any) -> Iterator[str | Mapping[str, Any]]:
-    each_of = value if isinstance(value, list | tuple) else [value]
-    yield from (each for each in each_of if isinstance(each, str | Mapping))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -175,7 +176,9 @@ def import_config(sent: OtherConfig, state: State) -> Response:
         path.write_text(sent.text, encoding="utf-8", errors="replace")
         for text in texts_of(read_document(path)):
             refuse_other_file(text, path.parent, state)
-        document = import_file(path).to_json()
+        text = json.dumps(import_file(path).to_json(), default=str)
+        # Relative paths stay as they were written: nobody knows where the file was.
+        document = json.loads(text.replace(json.dumps(f"{path.resolve().parent}{os.sep}")[1:-1], ""))
     return JSON({**document, "file": None, "formats": [each.name for each in FORMATS]})
 
 
@@ -217,7 +220,8 @@ def start_run(asked: NewRun, state: State) -> Response:
     with state.changing:
         name = free_name(asked, state)
         own = [{"run": {"output": str(state.output), "name": name}}]
-        found = state.planner.ask_once(question(state, asked, "check", runs=own))
+        enforces = asked.when == "queue" or asked.command == "produce"
+        found = state.planner.ask_once(question(state, asked, "check", runs=own, enforce_gates=enforces))
         problems = list[Problem]()
         values = asked.nested(problems)
         for preset in reversed([saved(state)[each] for each in asked.presets if each in saved(state)]):
@@ -232,16 +236,12 @@ def start_run(asked: NewRun, state: State) -> Response:
                 state, AskedSettings(model=asked.model, data=asked.data, presets=chosen), {name: config}, asked.priority
             )
         else:
-            state.children.start(run, arguments_of(asked, chosen, config, state.output, name))
+            flags = [f"--preset={','.join(chosen)}"] if chosen else []
+            flags += [f"--model={asked.model}"] if asked.model is not None else []
+            flags += [f"--data={each}" for each in asked.data]
+            flags += [f"--config={config}", f"--output={state.output}", f"--name={name}"]
+            state.children.start(run, [asked.command, *flags])
     return JSON({"id": run, "name": name, "when": asked.when, **found}, 201)
-
-
-def arguments_of(asked: NewRun, presets: list[str], config: Path, output: Path, name: str) -> list[str]:
-    """The command line of a run."""
-    flags = [f"--preset={','.join(presets)}"] if presets else []
-    flags += [f"--model={asked.model}"] if asked.model is not None else []
-    flags += [f"--data={each}" for each in asked.data]
-    return [asked.command, *flags, f"--config={config}", f"--output={output}", f"--name={name}"]
 
 
 def free_name(asked: NewRun, state: ServerState) -> str:
@@ -297,11 +297,7 @@ def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Respo
             state,
             AskedSettings(settings=settings),
             "check",
-            runs=[
-                {
-                    **merged,
-                }
-            ],
+            runs=[merged],
             resume=True,
         )
         found = state.planner.ask_once(sent)

@@ -28,7 +28,7 @@ from lora_trainer.run.folder import claim
 from lora_trainer.run.inputs import list_data, read_model
 from lora_trainer.run.order import make_order
 from lora_trainer.run.plans.plan import Data, architecture_of, make_plan, planned_data
-from lora_trainer.run.settings import settle
+from lora_trainer.run.settings import refuse_unmeasured, settle
 from lora_trainer.web.asked_settings import PAGE, AskedSettings, layers_of, needs_gpu, refuse_outside
 from lora_trainer.web.safety import Refusal
 
@@ -192,6 +192,9 @@ def checked(request: Request) -> dict[str, Any]:
     problems = list[Problem]()
     order = make_order(resolved, resume=bool(request.get("resume")))
     with gathering(problems):
+        if request.get("enforce_gates"):
+            refuse_unmeasured(resolved.config.gates)
+    with gathering(problems):
         claim(order)
     with gathering(problems):
         read_model(resolved.config, weights=False)
@@ -212,6 +215,7 @@ def checked_jobs(request: Request) -> dict[str, Any]:
         with gathering(problems):
             resolved = job_settings(shared, name, Path(place))
             refuse_outside([resolved.config.model_dump(mode="json")], roots, problems)
+            refuse_unmeasured(resolved.config.gates)
             read_model(resolved.config, weights=False)
         found.append({"name": name, "data": place, "problems": [vars(each) for each in problems]})
     return {"jobs": found}

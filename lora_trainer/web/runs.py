@@ -18,7 +18,7 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import create_exclusively
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
-from lora_trainer.report.read import RunReport, images_in, keeps_state, mapping, number, read_run, settings_of
+from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of
 from lora_trainer.report.record import BEFORE_AFTER, FILE, read_record
 from lora_trainer.web.children import stop_process
 from lora_trainer.web.run_list import file_url, folder_of, path_of
@@ -53,15 +53,11 @@ def list_runs(
     status: str | None = None,
 ) -> Response:
     """All runs, newest first; those that were started here and have no folder yet are `starting`."""
-    rows = [row for row in all_rows(state) if status in (None, row["status"])]
-    return JSON({"runs": rows[offset : offset + limit], "count": len(rows)})
-
-
-def all_rows(state: ServerState) -> list[dict[str, Any]]:
-    """The rows of the runs, before them those that begin now, or could not."""
     rows = state.runs.rows()
     known = {row["id"] for row in rows}
-    return [*(row for row in starting_rows(state) if row["id"] not in known), *rows]
+    rows = [*(row for row in starting_rows(state) if row["id"] not in known), *rows]
+    rows = [row for row in rows if status in (None, row["status"])]
+    return JSON({"runs": rows[offset : offset + limit], "count": len(rows)})
 
 
 def starting_rows(state: ServerState) -> list[dict[str, Any]]:
@@ -80,10 +76,6 @@ def starting_rows(state: ServerState) -> list[dict[str, Any]]:
     return found
 
 
-def report_of(state: ServerState, run: str) -> RunReport:
-    return read_run(folder_of(run, state.output))
-
-
 @router.get("/runs/{run}")
 def show_run(run: str, state: State) -> Response:
     """The document of `run.json`, how far the run is, and what it may be asked for."""
@@ -95,7 +87,15 @@ def show_run(run: str, state: State) -> Response:
     resumes = keeps_state(record) and (folder / "config.toml").is_file()
     may = list(LIVE) if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
+    own["start_error"] = None if row["is_live"] else failed_start(state, run, row["ended"] or 0.0)
     return JSON({**record, "name": row["name"], **own, "progress": progress_of(folder, row)})
+
+
+def failed_start(state: ServerState, run: str, written: float) -> str | None:
+    """What the last start here of a run said, where it ended before it wrote anything, such as a refused `--resume`."""
+    child = next((each for each in state.children.all() if each.name == run), None)
+    is_over = child is not None and child.started > written and not child.is_alive
+    return state.children.last_words(run) if is_over else None
 
 
 def progress_of(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def show_samples(run: str, state: State) -> Response:
 @router.get("/runs/{run}/verdict")
 def show_verdict(run: str, state: State) -> Response:
     """The scores with their parts, what shows them, and what to do."""
-    return JSON(verdict_document(report_of(state, run), run))
+    return JSON(verdict_document(read_run(folder_of(run, state.output)), run))
 
 
 @router.get("/runs/{run}/settings")

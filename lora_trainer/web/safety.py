@@ -113,8 +113,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
-                if scope["path"].startswith("/api"):
-                    headers.setdefault("cache-control", "no-store")
+                headers.setdefault("cache-control", "no-store" if scope["path"].startswith("/api") else "no-cache")
             await send(message)
 
         headers = Headers(scope=scope)

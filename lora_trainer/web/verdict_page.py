@@ -10,10 +10,12 @@ from lora_trainer.core.io import finite
 from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.gallery import ShownGroup, StepSheet, candidates_sheet, evidence_of, pairs_of, sheet_of
-from lora_trainer.report.read import ImageGroup, RunReport, Score, mapping, number, text
+from lora_trainer.report.read import RunReport, Score, mapping, number, text
 from lora_trainer.report.record import FILE, step_files
 from lora_trainer.report.verdict_parts import verdict_parts
 from lora_trainer.web.run_list import file_url
+
+MOST_LISTED = 200  # images of one kind of finding
 
 
 def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
@@ -37,7 +39,10 @@ def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
         "dataset": score_document(run.dataset),
         "parts": [{**asdict(part), "outcome_name": part.outcome_name} for part in verdict_parts(lora)],
         "findings": [asdict(group) for group in run.lora_findings],
-        "dataset_findings": [finding_document(group) for group in run.data_findings],
+        "dataset_findings": [
+            {**asdict(group), "about": list(group.about[:MOST_LISTED]), "count": len(group.about)}
+            for group in run.data_findings
+        ],
         "evidence": [
             {
                 **{key: getattr(group, key) for key in ("kind", "heading", "about")},
@@ -79,11 +84,6 @@ def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
 
 def score_document(score: Score) -> dict[str, Any]:
     return {**asdict(score), "parts": dict(score.parts), "passed": score.passed}
-
-
-def finding_document(group: ImageGroup) -> dict[str, Any]:
-    """A kind of finding about many images: at most 200 of them are listed."""
-    return {**asdict(group), "about": list(group.about[:200]), "count": len(group.about)}
 
 
 def checkpoints_of(run: RunReport, identity: str) -> list[dict[str, Any]]:
