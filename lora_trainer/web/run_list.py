@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -156,7 +157,8 @@ def run_folders(output: Path) -> Iterator[Path]:
 
     def inside(folder: Path, deep: int) -> Iterator[Path]:
         try:
-            entries = [each for each in os.scandir(folder) if each.is_dir(follow_symlinks=False)]
+            with os.scandir(folder) as listed:
+                entries = [each for each in listed if each.is_dir(follow_symlinks=False)]
         except OSError:  # missing, or not readable
             return
         for entry in entries:
@@ -213,7 +215,8 @@ def phase_of(total: int | None, row: Mapping[str, Any], step: int) -> str:
 def newest_sample(folder: Path) -> str | None:
     """The name of the newest image with the LoRA."""
     try:
-        found = [(each.stat().st_mtime_ns, each.name) for each in os.scandir(folder) if SAMPLE.fullmatch(each.name)]
+        with os.scandir(folder) as entries:
+            found = [(each.stat().st_mtime_ns, each.name) for each in entries if SAMPLE.fullmatch(each.name)]
     except OSError:
         return None
     return max(found)[1] if found else None
@@ -256,7 +259,10 @@ def open_locks() -> Iterator[tuple[int, str]]:
         if not name.isdigit():
             continue
         try:
-            links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{name}/fd")]
+            numbers = os.listdir(f"/proc/{name}/fd")
         except OSError:  # another user's, or it has ended
             continue
-        yield from ((int(name), link) for link in links if link.endswith(suffix))
+        for number in numbers:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if (link := os.readlink(f"/proc/{name}/fd/{number}")).endswith(suffix):
+                    yield int(name), link
