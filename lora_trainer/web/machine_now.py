@@ -73,8 +73,8 @@ def browse(request: Request, path: str | None = None) -> Response:
         return JSON({"path": None, "parent": None, "entries": entries, "left_out": 0})
     folder = allowed(path, roots)
     try:
-        with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name.casefold())
+        with os.scandir(folder) as listed:
+            found = sorted(listed, key=lambda entry: entry.name.casefold())
     except OSError as error:
         message = f"{folder} cannot be listed: {error.strerror}."
         raise Refusal(404, Problem(message, "Choose another folder.")) from None

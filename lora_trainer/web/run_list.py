@@ -259,10 +259,10 @@ def open_locks() -> Iterator[tuple[int, str]]:
         if not name.isdigit():
             continue
         try:
-            numbers = os.listdir(f"/proc/{name}/fd")
+            descriptors = os.listdir(f"/proc/{name}/fd")
         except OSError:  # another user's, or it has ended
             continue
-        for number in numbers:
+        for descriptor in descriptors:
             with contextlib.suppress(OSError):  # closed meanwhile
-                if (link := os.readlink(f"/proc/{name}/fd/{number}")).endswith(suffix):
+                if (link := os.readlink(f"/proc/{name}/fd/{descriptor}")).endswith(suffix):
                     yield int(name), link

@@ -42,7 +42,7 @@ class RunRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     do: Literal["save", "sample", "prompts"]
-    prompts: list[Annotated[str, Field(min_length=1, max_length=2000)]] = Field([], max_length=64)
+    prompts: list[Annotated[str, Field(min_length=1, max_length=2000)]] = Field([], max_length=16)
 
 
 @router.get("/runs")
@@ -252,8 +252,9 @@ def cancel_job(folder: Path) -> bool:
 def request_of_run(run: str, request: RunRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
-    if request.do == "prompts" and not request.prompts:
-        raise Refusal(422, Problem("No prompts are named.", 'Send {"do": "prompts", "prompts": ["..."]}.'))
+    if (request.do == "prompts") != bool(request.prompts):
+        what = "Prompts belong to the request `prompts`." if request.prompts else "No prompts are named."
+        raise Refusal(422, Problem(what, 'Send {"do": "prompts", "prompts": ["..."]}.'))
     if not state.runs.is_live(folder):
         raise Refusal(409, Problem(f"{folder.name} does not run.", "Resume it first."))
     waiting = folder / REQUESTS
@@ -261,7 +262,7 @@ def request_of_run(run: str, request: RunRequest, state: State) -> Response:
     numbers = [int(path.stem) for path in waiting.glob("*.json") if path.stem.isdecimal()]
     if len(numbers) >= MOST_REQUESTS:
         raise Refusal(409, Problem(f"{len(numbers)} requests wait for the run.", "Wait for its next step."))
-    document = json.dumps({**request.model_dump(exclude_defaults=True), "time": time.time()}, ensure_ascii=False)
+    document = json.dumps(request.model_dump(exclude_defaults=True), ensure_ascii=False)
     number = max(numbers, default=0) + 1
     while not create_exclusively(waiting / f"{number}.json", document + "\n"):
         number += 1
