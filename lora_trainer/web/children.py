@@ -103,6 +103,11 @@ class Children:
             found = [self._read(path.stem) for path in self._started.glob("*.json")]
         return sorted((each for each in found if each is not None), key=lambda child: child.started)
 
+    def of(self, name: str) -> Child | None:
+        """The process that was started last for a run; it may have ended."""
+        with self._lock:
+            return self._read(name)
+
     def forget(self, name: str) -> None:
         (self._started / f"{name}.json").unlink(missing_ok=True)
 

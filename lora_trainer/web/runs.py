@@ -52,9 +52,11 @@ def list_runs(
     offset: Annotated[int, Query(ge=0)] = 0,
     status: str | None = None,
 ) -> Response:
-    """All runs, newest first; those that were started here and have no folder yet are `starting`."""
+    """All runs, newest first; those that were started here and have not begun to write are `starting`."""
     rows = state.runs.rows()
     known = {row["id"] for row in rows}
+    again = {row["id"] for row in rows if is_starting_again(state, row)}
+    rows = [{**row, "status": "starting", "is_live": True} if row["id"] in again else row for row in rows]
     rows = [*(row for row in starting_rows(state) if row["id"] not in known), *rows]
     rows = [row for row in rows if status in (None, row["status"])]
     return JSON({"runs": rows[offset : offset + limit], "count": len(rows)})
@@ -76,24 +78,32 @@ def starting_rows(state: ServerState) -> list[dict[str, Any]]:
     return found
 
 
+def is_starting_again(state: ServerState, row: dict[str, Any]) -> bool:
+    """Whether the process that resumes a run has not written its record yet."""
+    child = state.children.of(row["id"])
+    return child is not None and not row["is_live"] and child.started > (row["ended"] or 0.0) and child.is_alive
+
+
 @router.get("/runs/{run}")
 def show_run(run: str, state: State) -> Response:
     """The document of `run.json`, how far the run is, and what it may be asked for."""
     starting = [row for row in starting_rows(state) if row["id"] == run]
     if starting:
-        return JSON({**starting[0], "progress": None, "may": []})
+        return JSON({**starting[0], "progress": None, "may": ["stop"] if starting[0]["is_live"] else ["delete"]})
     folder = folder_of(run, state.output)
     record, row = read_record(folder) or {}, state.runs.row(folder)
     resumes = keeps_state(record) and (folder / "config.toml").is_file()
     may = list(LIVE) if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
+    if is_starting_again(state, row):
+        own |= {"status": "starting", "is_live": True, "may": ["stop"]}
     own["start_error"] = None if row["is_live"] else failed_start(state, run, row["ended"] or 0.0)
     return JSON({**record, "name": row["name"], **own, "progress": progress_of(folder, row)})
 
 
 def failed_start(state: ServerState, run: str, written: float) -> str | None:
     """What the last start here of a run said, where it ended before it wrote anything, such as a refused `--resume`."""
-    child = next((each for each in state.children.all() if each.name == run), None)
+    child = state.children.of(run)
     is_over = child is not None and child.started > written and not child.is_alive
     return state.children.last_words(run) if is_over else None
 
@@ -222,12 +232,15 @@ def show_file(
 @router.post("/runs/{run}/stop")
 def stop_run(run: str, state: State) -> Response:
     """Let the run save and stop. A job of the queue is cancelled, so that no worker takes it again."""
-    started = {child.name: child for child in state.children.all() if child.command != "work"}
-    folder = (path_of(run, state.output) if run in started else None) or folder_of(run, state.output)
+    starting = {row["id"] for row in starting_rows(state)}
+    folder = (path_of(run, state.output) if run in starting else None) or folder_of(run, state.output)
     if cancel_job(folder):
         return JSON({"message": f"{folder.name}: saves and stops within seconds, and is cancelled then"})
-    if run in started and started[run].is_alive:
-        started[run].stop()
+    child = state.children.of(run)
+    if child is not None and (run in starting or is_starting_again(state, state.runs.row(folder))):
+        child.stop()
+    elif state.runs.row(folder)["status"] != "running":
+        raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
     elif (holder := state.runs.holder(folder)) is not None:
         stop_process(holder.pid)
     elif state.runs.is_live(folder):
