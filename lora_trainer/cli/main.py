@@ -429,7 +429,7 @@ COMMANDS = {
         METRICS_EXAMPLES,
     ),
     "ui": Command(
-        "serve a page to start, watch and judge runs, and its REST",
+        "start, watch and compare runs in the browser, and by REST",
         add_ui_arguments,
         ui_command,
         UI_EXAMPLES,
