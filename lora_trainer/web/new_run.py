@@ -247,7 +247,7 @@ def start_run(asked: NewRun, state: State) -> Response:
 def free_name(asked: NewRun, state: ServerState) -> str:
     """The name of the run: as asked, else of its data or `builtin`, with the first number that no folder has."""
     if asked.name is not None:
-        if asked.name.startswith("."):
+        if asked.name.startswith(".") and asked.name.strip(".") and "/" not in asked.name:
             raise Refusal(422, Problem(f"{asked.name} is the name of a hidden folder.", "Begin it with a letter."))
         return asked.name
     stem = re.sub(r"[-_. ]*\{[^{}]*\}", "", Path(asked.data[0]).stem) if asked.data else "demo"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -201,8 +201,8 @@ def start_workers(asked: Workers, state: State) -> Response:
 @router.post("/stop")
 def stop_workers(state: State) -> Response:
     """Let the workers that were started here save and stop; their jobs wait again."""
-    stopped: Sequence[str] = []
-    for child in workers_of(state.children):
+    workers = workers_of(state.children)
+    for child in workers:
         child.stop()
-        stopped = [*stopped, child.name.lstrip("~")]
-    return JSON({"stopped": stopped, **queue_document(state.output, state.children)})
+    stopped = [child.name.lstrip("~") for child in workers]
+    return JSON({**queue_document(state.output, state.children), "stopped_workers": stopped})
