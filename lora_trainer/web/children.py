@@ -23,6 +23,7 @@ from lora_trainer.web.run_list import process_start
 from lora_trainer.web.safety import Refusal
 
 SAME_START = 1.0  # seconds
+LEAVE_SECONDS = 10.0
 LOG_END = 4000  # bytes in which the reason of a failed start is looked for
 
 
@@ -102,6 +103,12 @@ class Children:
                 del self._own[pid]  # and no zombie stays
             found = [self._read(path.stem) for path in self._started.glob("*.json")]
         return sorted((each for each in found if each is not None), key=lambda child: child.started)
+
+    def wait(self, name: str, seconds: float = LEAVE_SECONDS) -> None:
+        """Wait so long for the end of a process whose run has ended: it has still to leave."""
+        end = time.monotonic() + seconds
+        while (child := self.of(name)) is not None and child.is_alive and time.monotonic() < end:
+            time.sleep(0.05)
 
     def of(self, name: str) -> Child | None:
         """The process that was started last for a run; it may have ended."""

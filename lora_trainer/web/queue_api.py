@@ -17,6 +17,7 @@ from lora_trainer.batch.job_store import EXECUTOR, RETRIES, ROOT, SHARED, TOGETH
 from lora_trainer.batch.queue import JobQueue
 from lora_trainer.batch.stores import holds_batch, store_of
 from lora_trainer.batch.summary import write_summary
+from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.hardware import available_cpus
@@ -114,7 +115,8 @@ def shared_of(state: ServerState, asked: AskedSettings) -> Shared:
     presets, user, _ = layers_of(asked, user_presets(state.own / "presets"), None, problems)
     if problems:
         raise Refusal(422, problems)
-    return Shared(tuple(presets), tuple(user))
+    # A worker has another current folder than the server.
+    return Shared(tuple(presets), (*user, Layer("--output", {"run": {"output": str(state.output)}})))
 
 
 def add_jobs(

@@ -55,7 +55,8 @@ def test_folders_become_jobs_and_all_is_as_batch_has_it(client: TestClient, tmp_
     queue = JobQueue(tmp_path / "runs")
     job = queue.read_jobs()[0]
     assert settings_of(queue, job).config.lora.rank == 4
-    assert settings_of(queue, job).config.run.name == "ash"
+    run = settings_of(queue, job).config.run
+    assert (run.output, run.name) == (str(tmp_path / "runs"), "ash")
 
     assert jobs_of(client.post("/api/queue/birch/priority", json={"priority": 5}).json())["birch"] == ("waiting", 5)
     claimed = queue.claim()
@@ -84,7 +85,8 @@ def test_a_new_run_can_wait_in_the_queue(client: TestClient, tmp_path: Path, roo
     queue = JobQueue(tmp_path / "runs")
     (job,) = queue.read_jobs()
     config = settings_of(queue, job).config
-    assert (config.lora.rank, config.train.max_steps, config.run.name) == (4, 3, "cat")
+    assert (config.lora.rank, config.train.max_steps) == (4, 3)
+    assert (config.run.output, config.run.name) == (str(tmp_path / "runs"), "cat")
     assert [source.path for source in config.data.sources] == [str(root / "ash")]
 
 
