@@ -429,7 +429,7 @@ COMMANDS = {
         METRICS_EXAMPLES,
     ),
     "ui": Command(
-        "start, watch and compare runs in the browser, and by REST",
+        "start, watch and stop runs over REST on this computer",
         add_ui_arguments,
         ui_command,
         UI_EXAMPLES,

@@ -12,7 +12,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 EXAMPLES = """examples:
   lora-trainer ui
   lora-trainer ui --port 0 --output night --root ./models --root ./datasets
-  lora-trainer ui --host 0.0.0.0
+  lora-trainer ui --host my-server
 """
 PORT, HOST, OUTPUT = 7860, "127.0.0.1", Path("runs")
 NEEDED = ("fastapi", "uvicorn")
