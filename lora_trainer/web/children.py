@@ -40,14 +40,13 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        started = process_start(self.pid)
-        return started is not None and abs(started - self.created) < SAME_START
+        return is_running(self.pid, self.created)
 
     def stop(self) -> None:
         """Let it save and stop, as Ctrl-C does. Raises Refusal where it has ended."""
         if not self.is_alive:
             raise Refusal(409, Problem(f"{self.name} does not run.", "Look at its log."))
-        stop_process(self.pid)
+        stop_process(self.pid, self.created)
 
 
 class Children:
@@ -136,8 +135,16 @@ class Children:
             return None
 
 
-def stop_process(pid: int) -> None:
-    """Let a process save and stop. Raises Refusal where that cannot be."""
+def is_running(pid: int, started: float) -> bool:
+    """Whether the process of this number that started then still runs."""
+    now = process_start(pid)
+    return now is not None and abs(now - started) < SAME_START
+
+
+def stop_process(pid: int, started: float) -> None:
+    """Let a process save and stop. Raises Refusal where that cannot be, and where the number is another process's now."""
+    if not is_running(pid, started):
+        raise Refusal(409, Problem("The run has just ended.", "Look at its verdict."))
     if os.name != "posix":
         raise Refusal(
             409, Problem("A process cannot be asked to save on this system.", "Press Ctrl-C in its terminal.")

@@ -242,7 +242,7 @@ def stop_run(run: str, state: State) -> Response:
     elif state.runs.row(folder)["status"] != "running":
         raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
     elif (holder := state.runs.holder(folder)) is not None:
-        stop_process(holder.pid)
+        stop_process(holder.pid, holder.started)
     elif state.runs.is_live(folder):
         raise Refusal(409, Problem(f"{folder.name} is trained on another machine.", "Stop it there."))
     else:

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from lora_trainer.config.presets import presets
 from lora_trainer.config.toml import setting_names
-from lora_trainer.web.children import Children
+from lora_trainer.web.children import Children, stop_process
 from lora_trainer.web.run_list import process_start
 from lora_trainer.web.safety import Refusal
 from lora_trainer.web.server_state import ServerState
@@ -164,3 +164,5 @@ def test_a_process_is_known_by_its_number_and_start(tmp_path: Path) -> None:
     assert process_start(os.getpid()) is not None
     with pytest.raises(Refusal, match="does not run"):
         again.stop()
+    with pytest.raises(Refusal, match="has just ended"):
+        stop_process(os.getpid(), again.created)
