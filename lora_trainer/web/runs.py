@@ -30,9 +30,9 @@ from lora_trainer.web.verdict_page import verdict_document
 MOST_ROWS, MOST_COMPARED, MOST_POINTS = 1000, 12, 20_000
 MOST_LOG = 1_000_000  # bytes
 MOST_REQUESTS = 100  # of a run that wait
-REQUESTS = "requests"
+REQUESTS, ANSWERED = "requests", "done"  # of one number, each
 CONSOLE = Path("logs") / "console.txt"  # of a run of a batch
-LIVE = ("stop", "save", "sample", "prompts")
+WHILE_TRAINING = ("save", "sample", "prompts")
 
 router = APIRouter(prefix="/api", default_response_class=JSON)
 
@@ -93,7 +93,8 @@ def show_run(run: str, state: State) -> Response:
     folder = folder_of(run, state.output)
     record, row = read_record(folder) or {}, state.runs.row(folder)
     resumes = keeps_state(record) and (folder / "config.toml").is_file()
-    may = list(LIVE) if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
+    trains = [] if record.get("training") else WHILE_TRAINING  # then its LoRA is exported and scored
+    may = ["stop", *trains] if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
     if is_starting_again(state, row):
         own |= {"status": "starting", "is_live": True, "may": ["stop"]}
@@ -270,13 +271,18 @@ def request_of_run(run: str, request: RunRequest, state: State) -> Response:
         raise Refusal(422, Problem(what, 'Send {"do": "prompts", "prompts": ["..."]}.'))
     if not state.runs.is_live(folder):
         raise Refusal(409, Problem(f"{folder.name} does not run.", "Resume it first."))
+    if (read_record(folder) or {}).get("training"):
+        raise Refusal(409, Problem(f"{folder.name} does not train any more.", "Wait for its end."))
     waiting = folder / REQUESTS
     waiting.mkdir(exist_ok=True)
-    numbers = [int(path.stem) for path in waiting.glob("*.json") if path.stem.isdecimal()]
+    numbers, answered = (
+        [int(path.stem) for path in each.glob("*.json") if path.stem.isdecimal()]
+        for each in (waiting, waiting / ANSWERED)
+    )
     if len(numbers) >= MOST_REQUESTS:
         raise Refusal(409, Problem(f"{len(numbers)} requests wait for the run.", "Wait for its next step."))
     document = json.dumps(request.model_dump(exclude_defaults=True), ensure_ascii=False)
-    number = max(numbers, default=0) + 1
+    number = max((*numbers, *answered), default=0) + 1
     while not create_exclusively(waiting / f"{number}.json", document + "\n"):
         number += 1
     return JSON({"number": number}, 202)

@@ -214,8 +214,13 @@ def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_
         sent = {"do": "prompts", "prompts": ["a cat"]}
         assert [server.post("/api/runs/now/requests", json=sent).json()["number"] for _ in range(2)] == [1, 2]
         kept = json.loads((folder / "requests" / "2.json").read_text("utf-8"))
-        assert (kept["do"], kept["prompts"]) == ("prompts", ["a cat"])
+        assert kept == sent  # the trainer refuses other keys
         assert server.post("/api/runs/now/requests", json={"do": "prompts"}).status_code == 422
+        assert server.post("/api/runs/now/requests", json={**sent, "do": "save"}).status_code == 422
+        (folder / "requests" / "done").mkdir()
+        (folder / "requests" / "2.json").rename(folder / "requests" / "done" / "2.json")  # answered
+        assert server.post("/api/runs/now/requests", json={"do": "save"}).json()["number"] == 3
+        assert json.loads((folder / "requests" / "3.json").read_text("utf-8")) == {"do": "save"}
         assert server.post("/api/runs/now/stop").status_code == 200
         assert process.wait(10) == -15
     finally:
