@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,11 +15,12 @@ from lora_trainer.batch.stores import holds_batch, store_of
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.core.io import create_exclusively
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of
 from lora_trainer.report.record import BEFORE_AFTER, FILE, read_record
+from lora_trainer.training.requests import FOLDER as REQUESTS
+from lora_trainer.training.requests import KINDS, write_request
 from lora_trainer.web.children import stop_process
 from lora_trainer.web.run_list import file_url, folder_of, path_of
 from lora_trainer.web.safety import JSON, Refusal
@@ -30,9 +31,7 @@ from lora_trainer.web.verdict_page import verdict_document
 MOST_ROWS, MOST_COMPARED, MOST_POINTS = 1000, 12, 20_000
 MOST_LOG = 1_000_000  # bytes
 MOST_REQUESTS = 100  # of a run that wait
-REQUESTS, ANSWERED = "requests", "done"  # of one number, each
 CONSOLE = Path("logs") / "console.txt"  # of a run of a batch
-WHILE_TRAINING = ("save", "sample", "prompts")
 
 router = APIRouter(prefix="/api", default_response_class=JSON)
 
@@ -41,8 +40,8 @@ class RunRequest(BaseModel):
     """What a run is to do between two steps."""
 
     model_config = ConfigDict(extra="forbid")
-    do: Literal["save", "sample", "prompts"]
-    prompts: list[Annotated[str, Field(min_length=1, max_length=2000)]] = Field([], max_length=16)
+    do: str = Field(max_length=100)
+    prompts: list[str] = Field([], max_length=1000)
 
 
 @router.get("/runs")
@@ -93,7 +92,7 @@ def show_run(run: str, state: State) -> Response:
     folder = folder_of(run, state.output)
     record, row = read_record(folder) or {}, state.runs.row(folder)
     resumes = keeps_state(record) and (folder / "config.toml").is_file()
-    trains = [] if record.get("training") else WHILE_TRAINING  # then its LoRA is exported and scored
+    trains = [] if record.get("training") else KINDS  # then its LoRA is exported and scored
     may = ["stop", *trains] if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
     if is_starting_again(state, row):
@@ -266,26 +265,15 @@ def cancel_job(folder: Path) -> bool:
 def request_of_run(run: str, request: RunRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
-    if (request.do == "prompts") != bool(request.prompts):
-        what = "Prompts belong to the request `prompts`." if request.prompts else "No prompts are named."
-        raise Refusal(422, Problem(what, 'Send {"do": "prompts", "prompts": ["..."]}.'))
     if not state.runs.is_live(folder):
         raise Refusal(409, Problem(f"{folder.name} does not run.", "Resume it first."))
     if (read_record(folder) or {}).get("training"):
         raise Refusal(409, Problem(f"{folder.name} does not train any more.", "Wait for its end."))
-    waiting = folder / REQUESTS
-    waiting.mkdir(exist_ok=True)
-    numbers, answered = (
-        [int(path.stem) for path in each.glob("*.json") if path.stem.isdecimal()]
-        for each in (waiting, waiting / ANSWERED)
-    )
-    if len(numbers) >= MOST_REQUESTS:
-        raise Refusal(409, Problem(f"{len(numbers)} requests wait for the run.", "Wait for its next step."))
-    document = json.dumps(request.model_dump(exclude_defaults=True), ensure_ascii=False)
-    number = max((*numbers, *answered), default=0) + 1
-    while not create_exclusively(waiting / f"{number}.json", document + "\n"):
-        number += 1
-    return JSON({"number": number}, 202)
+    waiting = sum(1 for _ in (folder / REQUESTS).glob("*.json"))
+    if waiting >= MOST_REQUESTS:
+        raise Refusal(409, Problem(f"{waiting} requests wait for the run.", "Wait for its next step."))
+    path = write_request(folder, request.do, request.prompts)
+    return JSON({"number": int(path.stem)}, 202)
 
 
 @router.delete("/runs/{run}")

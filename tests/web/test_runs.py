@@ -217,7 +217,6 @@ def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_
         assert kept == sent  # the trainer refuses other keys
         assert server.post("/api/runs/now/requests", json={"do": "prompts"}).status_code == 422
         assert server.post("/api/runs/now/requests", json={**sent, "do": "save"}).status_code == 422
-        (folder / "requests" / "done").mkdir()
         (folder / "requests" / "2.json").rename(folder / "requests" / "done" / "2.json")  # answered
         assert server.post("/api/runs/now/requests", json={"do": "save"}).json()["number"] == 3
         assert json.loads((folder / "requests" / "3.json").read_text("utf-8")) == {"do": "save"}

@@ -85,6 +85,8 @@ def test_a_stopped_run_is_resumed_to_the_same_bytes(bench: Bench) -> None:
 
         assert httpx.post(f"{address}/api/runs", json=sent(bench, "dog", train__max_steps=steps), timeout=60).is_success
         until(lambda: (run().get("progress") or {}).get("step"), "no step")
+        assert httpx.post(f"{address}/api/runs/dog/requests", json={"do": "save"}).status_code == 202
+        until((bench.folder("dog") / "requests" / "done" / "1.json").is_file, "it did not save")
         assert httpx.post(f"{address}/api/runs/dog/stop").status_code == 200
         stopped = until(lambda: None if run()["is_live"] else run(), "it was not stopped")
         assert stopped["status"] == "stopped"
