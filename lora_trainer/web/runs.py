@@ -36,7 +36,7 @@ CONSOLE = Path("logs") / "console.txt"  # of a run of a batch
 router = APIRouter(prefix="/api", default_response_class=JSON)
 
 
-class RunRequest(BaseModel):
+class SentRequest(BaseModel):
     """What a run is to do between two steps."""
 
     model_config = ConfigDict(extra="forbid")
@@ -262,7 +262,7 @@ def cancel_job(folder: Path) -> bool:
 
 
 @router.post("/runs/{run}/requests", status_code=202)
-def request_of_run(run: str, request: RunRequest, state: State) -> Response:
+def request_of_run(run: str, request: SentRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
     if not state.runs.is_live(folder):
