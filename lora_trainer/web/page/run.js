@@ -1,0 +1,290 @@
+// One run: how far it is, its curves, samples, log and settings, and what it may be asked for.
+
+import { get, post, remove } from "./api.js";
+import { Chart, smooth } from "./chart.js";
+import {
+  Button, Field, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, typedNumber, useAction,
+  useDocument, useEffect, useLive, useMemo, useRef, useState, whole,
+} from "./ui.js";
+
+const path = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
+const TABS = ["Curves", "Samples", "Log", "Events", "Settings", "Files"];
+
+export function Run({ id }) {
+  const [run, load, problems] = useDocument(path(id));
+  const [tab, open] = useState("Curves");
+  const [row, setRow] = useState(null);
+  const [news, addNews] = useState({ metrics: [], validation: [], events: [] });
+  const [again, reload] = useState(0);
+  useLive((message) => {
+    const mine = message.runs?.find((each) => each.id === id);
+    if (mine) {
+      // A new phase changes what the run may be asked for; its step does not.
+      if (!row || mine.status !== row.status || mine.is_live !== row.is_live || mine.phase !== row.phase) load();
+      setRow(mine);
+    }
+    if (message.reconnected || (message.run === id && message.is_incomplete)) {
+      load();
+      addNews({ metrics: [], validation: [], events: [] });
+      reload((number) => number + 1);
+    } else if (message.run === id) {
+      addNews((before) =>
+        Object.fromEntries(Object.entries(before).map(([kind, rows]) => [kind, [...rows, ...(message[kind] ?? [])].slice(-20000)])),
+      );
+    }
+  });
+  if (!run) return html`<h1>${id}</h1><${Problems} problems=${problems} />`;
+  const progress = { ...run.progress, ...(row && { step: row.step, total: row.total, phase: row.phase, val_loss: row.val_loss }) };
+  const newest = news.metrics.at(-1) ?? {};
+  const seconds = newest.seconds ?? progress.seconds_per_step;
+  const left = progress.total ? (progress.total - (progress.step ?? 0)) * (seconds ?? NaN) : NaN;
+  const facts = [
+    ["step", progress.total ? `${whole(progress.step)} of ${whole(progress.total)}` : whole(progress.step)],
+    ["loss", shown(newest.loss ?? progress.loss)],
+    ["val_loss", shown(progress.val_loss)],
+    ["lr", shown(newest.lr ?? progress.lr)],
+    ["speed", seconds ? (seconds < 1 ? `${shown(1 / seconds)} it/s` : `${shown(seconds)} s/it`) : "–"],
+    ["ETA", run.is_live && Number.isFinite(left) ? duration(left) : "–"],
+  ];
+  const scores = run.scores ?? {};
+  return html`
+    <div class="head"><h1>${run.name}</h1><${Status} status=${run.is_live ? run.status : (run.outcome ?? run.status)} isLive=${run.is_live} />
+      <${Actions} run=${run} id=${id} onChange=${load} /></div>
+    ${run.start_error && html`<${Problems} title="It was not resumed" problems=${[{ message: run.start_error, fix: "" }]} />`}
+    ${run.reason && html`<p class="lead">${run.reason}</p>`}
+    <section class="card" aria-label="Progress">
+      <p class="note">${[run.is_live && progress.phase, run.model?.family, `started ${moment(run.started)}`].filter(Boolean).join(" · ")}</p>
+      <${Progress} step=${progress.step ?? 0} total=${progress.total} label="training progress" />
+      <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
+        ${scores.lora !== null && scores.lora !== undefined && html`<div><dt>LoRA score</dt><dd><a href=${`#/verdict/${encodeURIComponent(id)}`}>${score(scores.lora)}, verdict</a></dd></div>`}
+      </dl>
+    </section>
+    <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => {
+      const turn = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!turn) return;
+      const next = TABS[(TABS.indexOf(tab) + turn + TABS.length) % TABS.length];
+      open(next);
+      document.getElementById(`tab-${next}`).focus();
+    }}>
+      ${TABS.map((name) => html`<button type="button" role="tab" id=${`tab-${name}`} aria-controls="tab-content" aria-selected=${tab === name} tabindex=${tab === name ? 0 : -1} onClick=${() => open(name)}>${name}</button>`)}
+    </div>
+    <div role="tabpanel" id="tab-content" aria-labelledby=${`tab-${tab}`} class="stack">
+      ${tab === "Curves" && html`<${Curves} id=${id} news=${news} again=${again} />`}
+      ${tab === "Samples" && html`<${Samples} id=${id} again=${`${row?.preview} ${run.status}`} />`}
+      ${tab === "Log" && html`<${Log} id=${id} isLive=${run.is_live} />`}
+      ${tab === "Events" && html`<${Events} id=${id} news=${news.events} />`}
+      ${tab === "Settings" && html`<${Settings} id=${id} />`}
+      ${tab === "Files" && html`<${Files} id=${id} folder=${run.folder} again=${run.status} />`}
+    </div>`;
+}
+
+function Actions({ run, id, onChange }) {
+  const action = useAction();
+  const [asks, ask] = useState(null);
+  const may = new Set(run.may);
+  const request = (body) =>
+    action.act(async () => {
+      await post(path(id, "/requests"), body);
+      return "It is done after the step that is computed now; Events will show it.";
+    });
+  return html`<div class="right">
+      ${may.has("sample") && html`<${Button} onClick=${() => request({ do: "sample" })} busy=${action.busy}>Generate samples now<//>`}
+      ${may.has("prompts") && html`<${Button} onClick=${() => ask("prompts")}>Change prompts<//>`}
+      ${may.has("save") && html`<${Button} onClick=${() => request({ do: "save" })} busy=${action.busy}>Save now<//>`}
+      ${may.has("stop") && html`<${Button} kind="danger" busy=${action.busy} onClick=${() => action.act(async () => { const { message } = await post(path(id, "/stop")); onChange(); return message; })}>Stop<//>`}
+      ${may.has("resume") && html`<${Button} kind="main" onClick=${() => ask("resume")}>Resume<//>`}
+      ${may.has("delete") && html`<${Button} kind="danger" onClick=${() => ask("delete")}>Delete<//>`}
+    </div>
+    ${(action.problems.length > 0 || action.message) && html`<div class="grow"><${Result} action=${action} /></div>`}
+    ${asks === "prompts" && html`<${Prompts} onClose=${() => ask(null)} send=${request} />`}
+    ${asks === "resume" && html`<${Resume} id=${id} onClose=${() => ask(null)} onDone=${onChange} />`}
+    ${asks === "delete" && html`<${Dialog} title=${`Delete ${run.name}?`} onClose=${() => ask(null)}>
+      <p>Its folder is moved to the trash, which is the folder .ui/trash among the runs.</p>
+      <div class="row"><${Button} kind="danger" busy=${action.busy} onClick=${() => action.act(async () => { await remove(path(id)); location.hash = "#/"; })}>Delete<//>
+      <${Button} onClick=${() => ask(null)}>Keep<//></div><${Result} action=${action} /><//>`}`;
+}
+
+export function Dialog({ title, onClose, children }) {
+  const place = useRef(null);
+  useEffect(() => place.current.showModal(), []);
+  return html`<dialog ref=${place} aria-label=${title} onClose=${onClose}><h2>${title}</h2>${children}</dialog>`;
+}
+
+function Prompts({ onClose, send }) {
+  const [text, set] = useState("");
+  const prompts = text.split("\n").map((line) => line.trim()).filter(Boolean);
+  return html`<${Dialog} title="Change the prompts of samples" onClose=${onClose}>
+    <${Field} label="Prompts, one on each line" about="At most 16. They hold until the run ends or is stopped.">
+      ${(id) => html`<textarea id=${id} value=${text} onInput=${(event) => set(event.target.value)}></textarea>`}
+    <//>
+    <div class="row"><${Button} kind="main" disabled=${!prompts.length} onClick=${async () => { await send({ do: "prompts", prompts }); onClose(); }}>Use these<//>
+    <${Button} onClick=${onClose}>Cancel<//></div><//>`;
+}
+
+function Resume({ id, onClose, onDone }) {
+  const [document] = useDocument(path(id, "/settings"));
+  const [changed, change] = useState({});
+  const [text, search] = useState("");
+  const action = useAction();
+  const rows = (document?.settings ?? []).filter((row) => row.on_resume !== "fixed");
+  const wanted = text.trim().toLowerCase();
+  const found = rows.filter((row) => row.name in changed || (wanted && row.name.includes(wanted)));
+  const resume = () =>
+    action.act(async () => {
+      const settings = Object.fromEntries(Object.entries(changed).map(([name, value]) => [name, typedValue(value)]));
+      await post(path(id, "/resume"), { settings });
+      onDone();
+      onClose();
+    });
+  return html`<${Dialog} title="Resume" onClose=${onClose}>
+    <p class="lead">Training continues from the newest checkpoint. ${whole(rows.length)} settings may change.</p>
+    <${Field} label="Find a setting to change" about="For example train.max_steps or checkpoint">${(field) => html`<input id=${field} type="search" value=${text} onInput=${(event) => search(event.target.value)} />`}<//>
+    ${found.slice(0, 12).map((row) => html`<${Field} key=${row.name} label=${row.name} about=${row.description}
+      problems=${action.problems.filter((each) => each.message.startsWith(row.name))}>
+      ${(field) => html`<input id=${field} value=${changed[row.name] ?? row.shown ?? ""} onInput=${(event) => change({ ...changed, [row.name]: event.target.value })} />`}<//>`)}
+    <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${resume}>Resume<//><${Button} onClick=${onClose}>Cancel<//></div>
+    <${Result} action=${action} /><//>`;
+}
+
+function typedValue(text) {
+  const plain = text.trim();
+  if (plain === "") return null;
+  if (plain === "true" || plain === "false") return plain === "true";
+  const number = typedNumber(plain);
+  return Number.isNaN(number) ? plain : number;
+}
+
+const pointsOf = (metrics, name) => metrics.steps.map((step, at) => [step, metrics[name][at]]);
+
+function Curves({ id, news, again }) {
+  const [others, compare] = useState([]);
+  const [weight, setWeight] = useState(0.9);
+  const [log, setLog] = useState(false);
+  const [metrics, , problems] = useDocument(path(id, "/metrics?points=2000"), [again]);
+  const [list] = useDocument("/runs?limit=200");
+  const [compared] = useDocument(others.length ? `/compare?runs=${others.map(encodeURIComponent).join(",")}&points=1000` : null, [others.join()]);
+  const own = useMemo(() => metrics && withNews(metrics, news), [metrics, news]);
+  const series = useMemo(() => {
+    if (!own) return null;
+    const loss = pointsOf(own, "loss");
+    const runs = others.length && compared ? compared.runs.filter((each) => others.includes(each.id)) : [];
+    return {
+      loss: [
+        ...(weight > 0 ? [{ label: "each step", points: loss, tone: 0, faint: true }] : []),
+        { label: "loss", points: smooth(loss, weight), tone: 0 },
+        ...runs.map((each, at) => ({ label: each.name, points: smooth(pointsOf(each.metrics, "loss"), weight), tone: at + 1 })),
+      ],
+      val: [
+        { label: "val_loss", points: own.validation.map((row) => [row.step, row.loss]), tone: 0, dots: true },
+        ...runs.map((each, at) => ({ label: each.name, points: each.metrics.validation.map((row) => [row.step, row.loss]), tone: at + 1, dots: true })),
+      ],
+      lr: [{ label: "lr", points: pointsOf(own, "lr"), tone: 0 }],
+      seconds: [{ label: "seconds", points: pointsOf(own, "seconds"), tone: 1 }],
+      memory: [{ label: "GiB", points: pointsOf(own, "memory_gib"), tone: 3 }],
+      grad: [{ label: "grad_norm", points: pointsOf(own, "grad_norm"), tone: 2 }],
+    };
+  }, [own, others, compared, weight]);
+  if (!series) return html`<${Problems} problems=${problems} />`;
+  if (!own.steps.length && !own.validation.length) return html`<div class="card empty">No step was trained yet.</div>`;
+  const has = (name) => series[name].some((each) => each.points.some(([, value]) => value !== null));
+  const known = (list?.runs ?? []).filter((each) => each.id !== id);
+  return html`
+    <section class="card">
+      <div class="head"><h2>Loss</h2><div class="right row">
+        <label class="row">Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${weight} onInput=${(event) => setWeight(Number(event.target.value))} /></label>
+        <label class="row"><input type="checkbox" checked=${log} onChange=${(event) => setLog(event.target.checked)} /> log scale</label>
+        <select aria-label="Compare with another run" value="" onChange=${(event) => { if (event.target.value) compare([...new Set([...others, event.target.value])].slice(-5)); event.target.value = ""; }}>
+          <option value="">Compare with …</option>${known.map((each) => html`<option value=${each.id}>${each.name}</option>`)}
+        </select>
+        ${others.length > 0 && html`<${Button} kind="small" onClick=${() => compare([])}>Only this run<//>`}
+      </div></div>
+      <${Chart} label="Loss over steps" series=${series.loss} log=${log} height=${300} />
+    </section>
+    ${has("val") && html`<section class="card"><h2>Validation loss</h2><${Chart} label="Validation loss over steps" series=${series.val} log=${log} /></section>`}
+    <div class="columns even">
+      ${[["lr", "Learning rate"], ["grad", "Gradient norm"], ["seconds", "Seconds of a step"], ["memory", "Memory, GiB"]]
+        .filter(([name]) => has(name))
+        .map(([name, title]) => html`<section class="card" key=${name}><h2>${title}</h2><${Chart} label=${`${title} over steps`} series=${series[name]} height=${190} /></section>`)}
+    </div>`;
+}
+
+// The fetched columns with the rows that came since. A step that is repeated, as after a rollback, replaces later ones.
+function withNews(metrics, news) {
+  const names = ["loss", "lr", "grad_norm", "seconds", "memory_gib"];
+  const all = { steps: [...metrics.steps], validation: [...metrics.validation] };
+  for (const name of names) all[name] = [...metrics[name]];
+  for (const row of news.metrics) {
+    while (all.steps.length && all.steps.at(-1) >= row.step) for (const column of ["steps", ...names]) all[column].pop();
+    all.steps.push(row.step);
+    for (const name of names) all[name].push(row[name] ?? null);
+  }
+  for (const row of news.validation) all.validation = [...all.validation.filter((each) => each.step < row.step), row];
+  return all;
+}
+
+function Samples({ id, again }) {
+  const [document, , problems] = useDocument(path(id, "/samples"), [again]);
+  const [at, move] = useState(null);
+  if (!document) return html`<${Problems} problems=${problems} />`;
+  const images = document.samples;
+  if (!images.length) return html`<div class="card empty">No image was generated yet. “Generate samples now” makes some.</div>`;
+  const steps = [...new Set(images.filter((each) => !each.is_base).map((each) => each.step))];
+  const place = Math.min(at ?? steps.length - 1, steps.length - 1);
+  const name = (step) => (step === null ? "at the end" : `step ${whole(step)}`);
+  const now = images.filter((each) => !each.is_base && each.step === steps[place]);
+  const base = (image) =>
+    images.find((each) => each.is_base && each.prompt === image.prompt && each.seed === image.seed && each.step === image.step) ??
+    images.find((each) => each.is_base && each.prompt === image.prompt && each.seed === image.seed);
+  return html`<section class="card">
+    <${Field} label=${`Samples ${name(steps[place])}`} about="Move the slider to see how they changed while the LoRA was trained.">
+      ${(field) => html`<input id=${field} type="range" min="0" max=${Math.max(0, steps.length - 1)} step="1" value=${place} aria-valuetext=${name(steps[place])} onInput=${(event) => move(Number(event.target.value))} />`}<//>
+    <div class="images">${now.map((image) => html`<figure key=${`${image.prompt} ${image.seed} ${image.strength}`}>
+      <div class="pair">${base(image) && html`<a href=${base(image).url} target="_blank" rel="noopener"><img src=${`${base(image).url}?width=512`} alt=${`base model: ${image.prompt}`} /></a>`}
+        <a href=${image.url} target="_blank" rel="noopener"><img src=${`${image.url}?width=512`} alt=${`with the LoRA: ${image.prompt}`} /></a></div>
+      <figcaption>${base(image) ? "base model, with the LoRA: " : ""}${image.prompt}${image.seed !== null ? `, seed ${image.seed}` : ""}${image.strength !== null && image.strength !== 1 ? `, strength ${shown(image.strength)}` : ""}</figcaption>
+    </figure>`)}</div></section>`;
+}
+
+function Log({ id, isLive }) {
+  const [again, tick] = useState(0);
+  const [document, , problems] = useDocument(path(id, "/log?tail=60000"), [again]);
+  useEffect(() => {
+    if (!isLive) return undefined;
+    const timer = setInterval(() => tick((number) => number + 1), 3000);
+    return () => clearInterval(timer);
+  }, [isLive]);
+  if (!document) return html`<${Problems} problems=${problems} />`;
+  if (!document.file) return html`<div class="card empty">This run was started in a terminal, which shows its log.</div>`;
+  return html`<section class="card"><pre tabindex="0" aria-label="Log">${document.text}</pre><p class="note">${document.file}, ${bytes(document.size)}</p></section>`;
+}
+
+function Events({ id, news }) {
+  const [document, , problems] = useDocument(path(id, "/events"), [news.length]);
+  if (!document) return html`<${Problems} problems=${problems} />`;
+  if (!document.events.length) return html`<div class="card empty">Nothing happened beside the steps.</div>`;
+  return html`<section class="card table"><table>
+    <thead><tr><th class="number">step</th><th>what</th><th></th></tr></thead>
+    <tbody>${[...document.events].reverse().slice(0, 500).map((each) => html`<tr><td class="number">${whole(each.step)}</td><td>${each.kind}</td><td>${each.message}</td></tr>`)}</tbody></table></section>`;
+}
+
+function Settings({ id }) {
+  const [document, , problems] = useDocument(path(id, "/settings"));
+  const [all, showAll] = useState(false);
+  if (!document) return html`<${Problems} problems=${problems} />`;
+  const rows = document.settings.filter((row) => all || row.is_chosen);
+  return html`<section class="card table"><label class="row"><input type="checkbox" checked=${all} onChange=${(event) => showAll(event.target.checked)} /> all settings, defaults too</label><table>
+    <thead><tr><th>setting</th><th>value</th><th>from</th></tr></thead>
+    <tbody>${rows.map((row) => html`<tr><td>${row.name}<br /><span class="about">${row.description}</span></td><td>${row.shown}</td><td>${row.origin}</td></tr>`)}</tbody></table></section>`;
+}
+
+function Files({ id, folder, again }) {
+  const [document, setDocument] = useState(null);
+  const action = useAction();
+  useEffect(() => void action.act(async () => setDocument(await get(path(id, "/verdict")))), [id, again]);
+  return html`<section class="card"><p class="note">${folder}</p><${Result} action=${action} />
+    ${document && (document.files.length ? html`<${FileList} files=${document.files} />` : html`<p class="lead">No file was exported yet.</p>`)}</section>`;
+}
+
+export function FileList({ files }) {
+  return html`<ul class="runs">${files.map((file) => html`<li class="row"><a href=${file.url} download>${file.name}</a><span class="note">${bytes(file.size)}</span></li>`)}</ul>`;
+}
