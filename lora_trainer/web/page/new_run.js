@@ -1,0 +1,197 @@
+// A new run: base model, data, presets, every setting; and its plan, before anything is trained.
+
+import { post } from "./api.js";
+import { Dialog } from "./run.js";
+import { PathField, SettingsForm, belongsTo, textOf } from "./settings_form.js";
+import { Button, Field, Problems, Result, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
+
+const PLAN_AFTER_MS = 150;
+
+export function NewRun() {
+  const [schema, reloadSchema, loadProblems] = useDocument("/settings");
+  const [model, setModel] = useState("");
+  const [data, setData] = useState([""]);
+  const [tier, setTier] = useState("auto");
+  const [goal, setGoal] = useState("balanced");
+  const [more, setMore] = useState("");
+  const [settings, setSettings] = useState({});
+  const [name, setName] = useState("");
+  const [enforce, setEnforce] = useState(true);
+  const [opened, open] = useState(null);
+  const action = useAction();
+  const presets = [tier, goal, more].filter(Boolean);
+  const sources = data.map((each) => each.trim()).filter(Boolean);
+  const asked = { model: model.trim() || null, data: sources, presets, settings };
+  const [plan, problems, isBusy] = usePlan(asked);
+  const change = (setting, value) =>
+    setSettings((before) => {
+      const { [setting]: _, ...others } = before;
+      return value === undefined ? others : { ...others, [setting]: value };
+    });
+  const start = (when) =>
+    action.act(async () => {
+      const found = await post("/runs", { ...asked, name: name.trim() || null, command: enforce ? "produce" : "train", when });
+      location.hash = when === "queue" ? "#/queue" : `#/run/${encodeURIComponent(found.id)}`;
+    });
+  if (!schema) return html`<h1>New run</h1><${Problems} problems=${loadProblems} />`;
+  const tiers = schema.presets.filter((each) => each.kind === "tiers");
+  const goals = schema.presets.filter((each) => each.kind === "goals");
+  const others = schema.presets.filter((each) => each.kind === "bases");
+  const all = [...problems, ...action.problems];
+  const fields = new Set(schema.sections.flatMap((section) => section.settings.map((row) => row.name)));
+  const general = problems.filter((each) => ![...fields].some((field) => belongsTo(each, field)));
+  const about = [...goals, ...tiers].filter((each) => presets.includes(each.name)).map((each) => each.description);
+  return html`
+    <div class="head"><h1>New run</h1>
+      <div class="right"><${Button} onClick=${() => open("import")}>Import another trainer's config<//></div></div>
+    <div class="columns">
+      <div class="stack">
+        <section class="card">
+          <h2>Base model and images</h2>
+          <${PathField} label="Base model" about="A diffusers folder, one .safetensors file, or a hub id such as owner/name. Empty: the built-in miniature model."
+            value=${model} kinds=${["model folder", "model"]} problems=${all.filter((each) => belongsTo(each, "model.path"))} onChange=${setModel} />
+          ${data.map((source, at) => html`<${PathField} key=${at} label=${data.length > 1 ? `Images ${at + 1}` : "Images"} about=${at ? "" : "A folder of images with captions, or a .tar, .parquet, .jsonl, .csv or kohya's .toml file. Empty: the built-in dataset."}
+            value=${source} kinds=${["folder", "data"]} problems=${at ? [] : all.filter((each) => belongsTo(each, "data.sources"))} onChange=${(value) => setData(data.map((each, number) => (number === at ? value : each)))} />`)}
+          <div class="row"><${Button} kind="small" onClick=${() => setData([...data, ""])}>Add another dataset<//>
+            ${data.length > 1 && html`<${Button} kind="small" onClick=${() => setData(data.slice(0, -1))}>Remove the last<//>`}</div>
+        </section>
+        <section class="card">
+          <h2>Presets</h2>
+          <${Choices} label="GPU memory" name="tier" options=${[["auto", "this GPU"], ...tiers.map((each) => [each.name, `${each.gb} GB`]), ["", "none"]]} value=${tier} onChange=${setTier} />
+          <${Choices} label="Goal" name="goal" options=${[...goals.map((each) => [each.name, each.name]), ["", "none"]]} value=${goal} onChange=${setGoal} />
+          ${about.map((each) => html`<p class="about">${each}</p>`)}
+          ${(others.length > 0 || schema.saved.length > 0) && html`<${Field} label="For a base model, or saved by you">
+            ${(id) => html`<select id=${id} value=${more} onChange=${(event) => setMore(event.target.value)}><option value="">none</option>
+              ${others.map((each) => html`<option value=${each.name}>${each.name}: ${each.description}</option>`)}
+              ${schema.saved.map((each) => html`<option value=${each.name}>${each.name}: saved by you</option>`)}</select>`}<//>`}
+        </section>
+        <section class="card"><h2>Settings</h2>
+          <${SettingsForm} sections=${schema.sections} now=${plan?.settings} chosen=${settings} problems=${all} onChange=${change} />
+        </section>
+      </div>
+      <div class="stack sticky">
+        <section class="card" aria-label="Plan" aria-busy=${isBusy}>
+          <h2>Plan</h2>
+          <${Problems} problems=${general.length ? general : problems.length ? problems : []} />
+          ${plan ? html`<${Plan} plan=${plan} isOld=${isBusy || problems.length > 0} />` : !problems.length && html`<p class="lead">Computing …</p>`}
+        </section>
+        ${plan && html`<section class="card"><h2>Changed from the presets</h2>
+          ${plan.differences.length
+            ? html`<ul class="legend">${plan.differences.map((each) => html`<li><span>${each.name}</span><b>${textOf(each.value) || "(empty)"}</b> <span class="note">instead of ${textOf(each.preset) || "(empty)"}</span></li>`)}</ul>
+              <p><${Button} kind="small" onClick=${() => open("save")}>Save as preset<//> <${Button} kind="small" onClick=${() => setSettings({})}>Take all back<//></p>`
+            : html`<p class="about">Nothing.</p>`}
+          ${plan.notes.map((each) => html`<p class="note">${each}</p>`)}</section>`}
+        <section class="card">
+          <${Field} label="Name" about="Empty: that of the dataset">${(id) => html`<input id=${id} value=${name} spellcheck=${false} onInput=${(event) => setName(event.target.value)} />`}<//>
+          <label class="row"><input type="checkbox" checked=${enforce} onChange=${(event) => setEnforce(event.target.checked)} /> Refuse a dataset or a LoRA that scores below the minimum</label>
+          <p></p>
+          <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${() => start("now")}>${action.busy ? "Checking …" : "Start"}<//>
+            <${Button} busy=${action.busy} onClick=${() => start("queue")}>Add to queue<//></div>
+          <${Result} action=${action} />
+        </section>
+      </div>
+    </div>
+    ${opened === "import" && html`<${Import} onClose=${() => open(null)} onTake=${(found) => { setSettings((before) => ({ ...before, ...found.settings })); if (found.model) setModel(found.model); if (found.data.length) setData(found.data); open(null); }} />`}
+    ${opened === "save" && html`<${SavePreset} settings=${settings} onClose=${() => open(null)} onSaved=${(saved) => { setMore(saved); setSettings({}); reloadSchema(); open(null); }} />`}`;
+}
+
+// The plan of what is typed now: the earlier one stays until the next is there.
+function usePlan(asked) {
+  const [state, set] = useState({ plan: null, problems: [], busy: true });
+  const newest = useRef(0);
+  const key = JSON.stringify(asked);
+  useEffect(() => {
+    const number = ++newest.current;
+    set((before) => ({ ...before, busy: true }));
+    const timer = setTimeout(async () => {
+      let next;
+      try {
+        next = { plan: await post("/plan", JSON.parse(key)), problems: [] };
+      } catch (error) {
+        if (!error.problems) throw error;
+        next = { problems: error.problems };
+      }
+      if (number === newest.current) set((before) => ({ ...before, ...next, busy: false }));
+    }, PLAN_AFTER_MS);
+    return () => clearTimeout(timer);
+  }, [key]);
+  return [state.plan, state.problems, state.busy];
+}
+
+function Choices({ label, name, options, value, onChange }) {
+  return html`<fieldset class="choices"><legend>${label}</legend>
+    ${options.map(([option, words]) => html`<label class="choice"><input type="radio" name=${name} value=${option} checked=${value === option} onChange=${() => onChange(option)} /><span>${words}</span></label>`)}
+  </fieldset>`;
+}
+
+const PARTS = [["weights_gib", "base model"], ["adapter_gib", "LoRA"], ["optimizer_gib", "optimizer"], ["activations_gib", "activations"], ["overhead_gib", "CUDA and rest"]];
+
+function Plan({ plan, isOld }) {
+  const parts = PARTS.map(([key, words]) => [words, plan[key]]);
+  const sum = parts.reduce((all, [, gib]) => all + gib, 0);
+  const most = Math.max(plan.limit_gib ?? 0, sum) * 1.02 || 1;
+  const least = plan.seconds_at_least;
+  return html`<div class=${isOld ? "old" : ""}>
+    <p><b>${shown(plan.peak_gib)} GiB</b>${plan.limit_gib ? ` of ${shown(plan.limit_gib)} GiB: ${plan.fits ? "fits" : "does not fit"}` : ", without a limit"}</p>
+    <div class="meter" role="img" aria-label=${`Memory: ${parts.map(([words, gib]) => `${words} ${shown(gib)} GiB`).join(", ")}`}>
+      ${parts.map(([, gib], at) => html`<span class=${`tone${at}`} style=${{ width: `${(100 * gib) / most}%` }}></span>`)}
+      ${plan.limit_gib && html`<i style=${{ left: `${(100 * plan.limit_gib) / most}%` }}></i>`}
+    </div>
+    <ul class="legend">${parts.map(([words, gib], at) => html`<li><span class=${`dot tone${at}`}></span>${words}<b>${shown(gib)} GiB</b></li>`)}</ul>
+    <${Problems} problems=${plan.shortages.map((each) => ({ message: each, fix: "" }))} />
+    <table>
+      <tr><th scope="row">model</th><td>${plan.model ?? plan.family}, ${plan.resolution} px</td></tr>
+      <tr><th scope="row">steps</th><td>${plan.steps === null ? "choose images to see" : whole(plan.steps)}</td></tr>
+      <tr><th scope="row">micro-batch</th><td>${plan.micro_batch_size}, gradient accumulation ${plan.gradient_accumulation_steps} <span class="note">${plan.reasons.micro_batch_size ?? ""}</span></td></tr>
+      <tr><th scope="row">checkpointed</th><td>${plan.gradient_checkpointing} of ${plan.blocks} blocks <span class="note">${plan.reasons.gradient_checkpointing ?? ""}</span></td></tr>
+      <tr><th scope="row">weights</th><td>${plan.weight_dtype}${plan.blocks_to_swap ? `, ${plan.blocks_to_swap} blocks swapped` : ""}</td></tr>
+      <tr><th scope="row">disk</th><td>${shown(plan.disk_gib)} GiB</td></tr>
+    </table>
+    <h3>At least this long</h3>
+    <ul class="legend">${Object.entries(least ?? plan.seconds_per_step_at_least).map(([gpu, seconds]) => html`<li>${gpu}<b>${duration(seconds)}${least ? "" : " a step"}</b></li>`)}</ul>
+    ${plan.advice.map((each) => html`<p class="about">${each}</p>`)}
+  </div>`;
+}
+
+function Import({ onClose, onTake }) {
+  const [text, set] = useState("");
+  const [found, setFound] = useState(null);
+  const action = useAction();
+  const read = () => action.act(async () => setFound(await post("/import", { text })));
+  return html`<${Dialog} title="Import another trainer's config" onClose=${onClose}>
+    <${Field} label="Paste it here" about="kohya's TOML or GUI JSON, OneTrainer, ai-toolkit, SimpleTuner, musubi-tuner, or a command line of diffusers or kohya">
+      ${(id) => html`<textarea id=${id} spellcheck=${false} value=${text} onInput=${(event) => { set(event.target.value); setFound(null); }}></textarea>`}<//>
+    <div class="row"><${Button} kind=${found ? "" : "main"} busy=${action.busy || !text.trim()} onClick=${read}>Read<//>
+      ${found && html`<${Button} kind="main" onClick=${() => onTake(taken(found))}>Use these settings<//>`}<${Button} onClick=${onClose}>Cancel<//></div>
+    <${Result} action=${action} />
+    ${found && html`<p class="lead">Read as ${found.format}.</p><div class="table"><table>
+      <thead><tr><th>theirs</th><th>here</th><th>note</th></tr></thead>
+      <tbody>${(found.keys ?? []).map((row) => html`<tr><td>${row.key}${row.value !== undefined ? ` = ${textOf(row.value)}` : ""}</td><td>${textOf(row.setting ?? row.to) || "–"}</td><td>${row.note ?? row.why ?? ""}</td></tr>`)}</tbody></table></div>`}
+  <//>`;
+}
+
+// Settings of an imported config, with model and data in their own fields.
+function taken(found) {
+  const settings = {};
+  for (const [section, values] of Object.entries(found.config ?? found.settings ?? {})) {
+    if (section.includes(".")) settings[section] = values;
+    else for (const [key, value] of Object.entries(values)) settings[`${section}.${key}`] = value;
+  }
+  const { "model.path": model, ...rest } = settings;
+  for (const refused of ["run.name", "run.output", "run.on_finish", "run.on_failure"]) delete rest[refused];
+  return { settings: rest, model: model ?? null, data: [] };
+}
+
+function SavePreset({ settings, onClose, onSaved }) {
+  const [name, set] = useState("");
+  const action = useAction();
+  const save = () =>
+    action.act(async () => {
+      await post("/presets", { name: name.trim(), settings });
+      onSaved(name.trim());
+    });
+  return html`<${Dialog} title="Save as preset" onClose=${onClose}>
+    <${Field} label="Name" about="Letters, digits, spaces, points and hyphens">${(id) => html`<input id=${id} value=${name} onInput=${(event) => set(event.target.value)} />`}<//>
+    <div class="row"><${Button} kind="main" busy=${action.busy || !name.trim()} onClick=${save}>Save<//><${Button} onClick=${onClose}>Cancel<//></div>
+    <${Result} action=${action} /><//>`;
+}
