@@ -65,7 +65,7 @@ export function NewRun() {
               ${others.map((each) => html`<option value=${each.name}>${each.name}: ${each.description}</option>`)}
               ${schema.saved.map((each) => html`<option value=${each.name}>${each.name}: saved by you</option>`)}</select>`}<//>`}
         </section>
-        <section class="card"><h2>Settings</h2>
+        <section class="card last"><h2>Settings</h2>
           <${SettingsForm} sections=${schema.sections} now=${plan?.settings} chosen=${settings} problems=${all} onChange=${change} />
         </section>
       </div>
@@ -141,7 +141,7 @@ function Plan({ plan, isOld }) {
     <${Problems} problems=${plan.shortages.map((each) => ({ message: each, fix: "" }))} />
     <table>
       <tr><th scope="row">model</th><td>${plan.model ?? plan.family}, ${plan.resolution} px</td></tr>
-      <tr><th scope="row">steps</th><td>${plan.steps === null ? "choose images to see" : whole(plan.steps)}</td></tr>
+      <tr><th scope="row">steps</th><td>${plan.steps === null ? "depends on the images" : whole(plan.steps)}</td></tr>
       <tr><th scope="row">micro-batch</th><td>${plan.micro_batch_size}, gradient accumulation ${plan.gradient_accumulation_steps} <span class="note">${plan.reasons.micro_batch_size ?? ""}</span></td></tr>
       <tr><th scope="row">checkpointed</th><td>${plan.gradient_checkpointing} of ${plan.blocks} blocks <span class="note">${plan.reasons.gradient_checkpointing ?? ""}</span></td></tr>
       <tr><th scope="row">weights</th><td>${plan.weight_dtype}${plan.blocks_to_swap ? `, ${plan.blocks_to_swap} blocks swapped` : ""}</td></tr>
@@ -164,22 +164,21 @@ function Import({ onClose, onTake }) {
     <div class="row"><${Button} kind=${found ? "" : "main"} busy=${action.busy || !text.trim()} onClick=${read}>Read<//>
       ${found && html`<${Button} kind="main" onClick=${() => onTake(taken(found))}>Use these settings<//>`}<${Button} onClick=${onClose}>Cancel<//></div>
     <${Result} action=${action} />
-    ${found && html`<p class="lead">Read as ${found.format}.</p><div class="table"><table>
-      <thead><tr><th>theirs</th><th>here</th><th>note</th></tr></thead>
-      <tbody>${(found.keys ?? []).map((row) => html`<tr><td>${row.key}${row.value !== undefined ? ` = ${textOf(row.value)}` : ""}</td><td>${textOf(row.setting ?? row.to) || "–"}</td><td>${row.note ?? row.why ?? ""}</td></tr>`)}</tbody></table></div>`}
+    ${found && html`<p class="lead">Read as ${found.format}: ${Object.entries(found.counts).map(([verdict, count]) => `${whole(count)} ${verdict}`).join(", ")}.</p>
+      <div class="table"><table>
+      <thead><tr><th>theirs</th><th>here</th><th></th></tr></thead>
+      <tbody>${found.keys.map((row) => html`<tr><td>${row.key} = ${textOf(row.value)}</td>
+        <td>${Object.entries(row.settings ?? {}).map(([name, value]) => html`<div>${name} = ${textOf(value)}</div>`)}</td><td><b>${row.verdict}</b> ${row.why}</td></tr>`)}</tbody></table></div>`}
   <//>`;
 }
 
-// Settings of an imported config, with model and data in their own fields.
+// Settings of an imported config; model and data have fields of their own.
 function taken(found) {
-  const settings = {};
-  for (const [section, values] of Object.entries(found.config ?? found.settings ?? {})) {
-    if (section.includes(".")) settings[section] = values;
-    else for (const [key, value] of Object.entries(values)) settings[`${section}.${key}`] = value;
-  }
-  const { "model.path": model, ...rest } = settings;
-  for (const refused of ["run.name", "run.output", "run.on_finish", "run.on_failure"]) delete rest[refused];
-  return { settings: rest, model: model ?? null, data: [] };
+  const { "model.path": model, "data.sources": sources, ...settings } = found.settings;
+  for (const refused of ["run.name", "run.output", "run.on_finish", "run.on_failure"]) delete settings[refused];
+  const arePaths = (sources ?? []).every((each) => Object.keys(each).join() === "path");
+  if (!arePaths) settings["data.sources"] = sources;
+  return { settings, model: model ?? null, data: arePaths ? (sources ?? []).map((each) => each.path) : [] };
 }
 
 function SavePreset({ settings, onClose, onSaved }) {

@@ -39,6 +39,8 @@ export function bytes(value) {
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 0.001) return "under 1 ms";
+  if (seconds < 1) return `${shown(1000 * seconds, 3)} ms`;
   const rounded = Math.round(seconds);
   if (rounded < 60) return `${seconds < 10 ? shown(seconds, 2) : rounded} s`;
   const [hours, minutes] = [Math.floor(rounded / 3600), Math.floor((rounded % 3600) / 60)];
