@@ -166,7 +166,7 @@ function Import({ onClose, onTake }) {
     <${Result} action=${action} />
     ${found && html`<p class="lead">Read as ${found.format}: ${Object.entries(found.counts).map(([verdict, count]) => `${whole(count)} ${verdict}`).join(", ")}.</p>
       <div class="table"><table>
-      <thead><tr><th>theirs</th><th>here</th><th></th></tr></thead>
+      <thead><tr><th>theirs</th><th>here</th><th>why</th></tr></thead>
       <tbody>${found.keys.map((row) => html`<tr><td>${row.key} = ${textOf(row.value)}</td>
         <td>${Object.entries(row.settings ?? {}).map(([name, value]) => html`<div>${name} = ${textOf(value)}</div>`)}</td><td><b>${row.verdict}</b> ${row.why}</td></tr>`)}</tbody></table></div>`}
   <//>`;

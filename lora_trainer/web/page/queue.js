@@ -39,7 +39,7 @@ export function Queue() {
       <${Result} action=${action} /></section>
     ${queue.jobs.length
       ? html`<section class="card table"><table>
-        <thead><tr><th>job</th><th>status</th><th>progress</th><th class="number">LoRA score</th><th>priority</th><th></th></tr></thead>
+        <thead><tr><th>job</th><th>status</th><th>progress</th><th class="number">LoRA score</th><th>priority</th><th>change</th></tr></thead>
         <tbody>${queue.jobs.map((job) => html`<${Job} key=${job.name} job=${{ ...job, ...pick(steps[job.id]) }} of=${of} busy=${action.busy} />`)}</tbody></table></section>`
       : html`<div class="card empty"><h2>No job waits</h2><p>Add a folder of dataset folders: each becomes a LoRA, one after the other.</p></div>`}
     ${isAdding && html`<${AddJobs} together=${queue.together} onClose=${() => add(false)} onAdded=${(found) => { setLive(found); add(false); }} />`}`;

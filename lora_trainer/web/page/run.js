@@ -263,7 +263,7 @@ function Events({ id, news }) {
   if (!document) return html`<${Problems} problems=${problems} />`;
   if (!document.events.length) return html`<div class="card empty">Nothing happened beside the steps.</div>`;
   return html`<section class="card table"><table>
-    <thead><tr><th class="number">step</th><th>what</th><th></th></tr></thead>
+    <thead><tr><th class="number">step</th><th>kind</th><th>what happened</th></tr></thead>
     <tbody>${[...document.events].reverse().slice(0, 500).map((each) => html`<tr><td class="number">${whole(each.step)}</td><td>${each.kind}</td><td>${each.message}</td></tr>`)}</tbody></table></section>`;
 }
 

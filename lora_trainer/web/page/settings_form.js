@@ -40,7 +40,7 @@ export function SettingField({ setting, now, chosen, isChosen, problems, onChang
   const [text, setText] = useState(isChosen ? textOf(chosen) : "");
   const [wrong, setWrong] = useState(null);
   const value = isChosen ? chosen : now?.value;
-  const about = [setting.description, limitsOf(setting)].filter(Boolean).join("; ");
+  const about = [setting.description, limitsOf(setting)].filter(Boolean).join("; ").replaceAll("`", "");
   const all = wrong ? [{ message: wrong, fix: "" }] : problems;
   const type = (given) => {
     setText(given);
@@ -95,7 +95,7 @@ export function SettingsForm({ sections, now, chosen, problems, onChange }) {
       const count = section.settings.filter((row) => row.name in chosen).length;
       const isOpen = Boolean(open[section.name]) || wanted !== "";
       return html`<details key=${section.name} open=${isOpen} onToggle=${(event) => wanted === "" && setOpen({ ...open, [section.name]: event.target.open })}>
-        <summary>${section.name} <span class="note">${count ? `${whole(count)} changed · ` : ""}${section.description.split("\n")[0]}</span></summary>
+        <summary>${section.name} <span class="note">${count ? `${whole(count)} changed · ` : ""}${section.description.split("\n")[0].replaceAll("`", "")}</span></summary>
         ${isOpen && html`<div class="settings">${section.settings.map(
           (row) => html`<${SettingField} key=${row.name} setting=${row} now=${now?.[row.name]} chosen=${chosen[row.name]} isChosen=${row.name in chosen}
             problems=${problems.filter((each) => belongsTo(each, row.name))} onChange=${(value) => onChange(row.name, value)} />`,

@@ -12,7 +12,7 @@ export { Fragment, h, render, useCallback, useEffect, useMemo, useRef, useState 
 
 export function shown(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) {
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) {
     return new Intl.NumberFormat(undefined, { notation: "scientific", maximumSignificantDigits: digits }).format(value);
   }
   return new Intl.NumberFormat(undefined, { maximumSignificantDigits: Math.max(digits, 3) }).format(value);

@@ -40,7 +40,7 @@ export function Verdict({ id }) {
           ${verdict.dataset_findings.map((each) => html`<${Finding} finding=${each} />`)}
         </section>
         ${verdict.checkpoints.length > 0 && html`<section class="card table"><h2>Checkpoints</h2><table>
-          <thead><tr><th class="number">step</th><th class="number">val_loss</th><th></th></tr></thead>
+          <thead><tr><th class="number">step</th><th class="number">val_loss</th><th>files</th></tr></thead>
           <tbody>${verdict.checkpoints.map((each) => html`<tr><td class="number">${whole(each.step)}</td><td class="number">${shown(each.val_loss, 4)}</td>
             <td>${[each.is_released && "exported", each.can_resume && "resumable"].filter(Boolean).join(", ")} ${each.url && html`<a href=${each.url} download>LoRA</a>`}</td></tr>`)}</tbody></table></section>`}
       </div>
