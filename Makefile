@@ -1,7 +1,7 @@
 # Every target first brings its environment in .venv up to date.
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test check format slow faults test-ray test-slurm test-matrix regressions regressions-update docs
+.PHONY: help setup setup-gpu demo test check format slow faults test-page test-ray test-slurm test-matrix regressions regressions-update docs
 
 help:
 	@echo "make setup      make .venv and install the package and its requirements"
@@ -13,6 +13,7 @@ help:
 	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
 	@echo "make test-slurm   run a batch on a SLURM cluster of one node; SLURM_PACKAGES=DIR: from Debian packages kept there"
 	@echo "make test-ray   run batches on a Ray cluster of several nodes on this machine (five minutes)"
+	@echo "make test-page  run the tests of the page in Chromium, which must be installed"
 	@echo "make test-matrix  run the exactness tests with other instruction sets and numbers of threads"
 	@echo "make regressions  compare speed ratios, memory plans and losses with tests/regressions.json (4 minutes)"
 	@echo "make regressions-update  write that file, where a change is meant"
@@ -42,7 +43,7 @@ format: setup
 	@$(PYTHON) -m ruff format .
 
 slow: setup
-	@$(PYTHON) -m pytest -q -m slow --ignore tests/faults --ignore tests/slurm --ignore tests/ray -n logical --maxprocesses 8 --dist worksteal
+	@$(PYTHON) -m pytest -q -m slow --ignore tests/faults --ignore tests/page --ignore tests/slurm --ignore tests/ray -n logical --maxprocesses 8 --dist worksteal
 
 faults: setup
 	@results=$$(mktemp -d); code=0; \
@@ -58,6 +59,11 @@ test-slurm: setup
 test-ray: setup
 	@$(PYTHON) -m pip install --quiet -c constraints.txt ray
 	@$(PYTHON) -m pytest -q -m slow tests/ray
+
+# Debian's packages: chromium chromium-driver.
+test-page: setup
+	@$(PYTHON) -m pip install --quiet -c constraints.txt selenium axe-core-python
+	@$(PYTHON) -m pytest -q -m slow tests/page
 
 test-matrix: setup
 	@scripts/test_matrix.sh

@@ -429,7 +429,7 @@ COMMANDS = {
         METRICS_EXAMPLES,
     ),
     "ui": Command(
-        "start, watch and stop runs over REST on this computer",
+        "a page in the browser, and REST, to start, watch and stop runs",
         add_ui_arguments,
         ui_command,
         UI_EXAMPLES,

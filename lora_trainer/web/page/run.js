@@ -69,7 +69,7 @@ export function Run({ id }) {
       ${TABS.map((name) => html`<button type="button" role="tab" id=${`tab-${name}`} aria-controls="tab-content" aria-selected=${tab === name} tabindex=${tab === name ? 0 : -1} onClick=${() => open(name)}>${name}</button>`)}
     </div>
     <div role="tabpanel" id="tab-content" aria-labelledby=${`tab-${tab}`} class="stack">
-      ${tab === "Curves" && html`<${Curves} id=${id} news=${news} again=${again} />`}
+      ${tab === "Curves" && (run.status === "starting" ? html`<div class="card empty">The run begins.</div>` : html`<${Curves} id=${id} news=${news} again=${again} />`)}
       ${tab === "Samples" && html`<${Samples} id=${id} again=${`${row?.preview} ${run.status}`} />`}
       ${tab === "Log" && html`<${Log} id=${id} isLive=${run.is_live} />`}
       ${tab === "Events" && html`<${Events} id=${id} news=${news.events} />`}
