@@ -59,6 +59,13 @@ class Browser:
         element = self.element(f"//*[{kinds}][normalize-space(.)='{words}' or @aria-label='{words}']")
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
         self.until(element.is_enabled, f"{words} cannot be clicked")
+        before: list[Any] = []
+
+        def rests() -> bool:  # what loads above it moves it, also between press and release
+            before.append(element.rect)
+            return len(before) > 2 and before[-1] == before[-2] == before[-3]
+
+        self.until(rests, f"{words} moves")
         element.click()
 
     def field(self, label: str) -> Any:
