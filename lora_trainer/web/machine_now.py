@@ -69,7 +69,9 @@ def browse(request: Request, path: str | None = None) -> Response:
     """Folders, model files and data files in a folder, never outside of the allowed ones; without a path those."""
     roots: tuple[Path, ...] = request.app.state.server.roots
     if path is None:
-        entries = [{"name": str(root), "path": str(root), "kind": "folder"} for root in dict.fromkeys(roots) if root.is_dir()]
+        entries = [
+            {"name": str(root), "path": str(root), "kind": "folder"} for root in dict.fromkeys(roots) if root.is_dir()
+        ]
         return JSON({"path": None, "parent": None, "entries": entries, "left_out": 0})
     folder = allowed(path, roots)
     try:
