@@ -25,6 +25,7 @@ from lora_trainer.web.queue_document import queue_document, stamp_of_queue
 from lora_trainer.web.run_columns import Tail
 from lora_trainer.web.run_list import RunList, Stamp
 from lora_trainer.web.safety import JSON, Refusal
+from lora_trainer.web.tasks import Tasks
 
 EVERY_SECONDS = 1.0
 MACHINE_SECONDS = 5.0
@@ -48,8 +49,9 @@ class Followed:
 class Watcher:
     """Looks once a second for what changed, and tells those who listen."""
 
-    def __init__(self, output: Path, runs: RunList, children: Children, machine: Machine) -> None:
-        self.output, self.runs, self.children, self.machine = output, runs, children, machine
+    def __init__(self, output: Path, runs: RunList, children: Children, machine: Machine, tasks: Tasks) -> None:
+        self.output, self.runs, self.children, self.machine, self.tasks = output, runs, children, machine, tasks
+        self._task_rows: dict[str, dict[str, Any]] | None = None
         self._rows: dict[str, dict[str, Any]] | None = None
         self._followed: dict[str, Followed] = {}
         self._queue: tuple[Stamp, ...] | None = None
@@ -72,6 +74,10 @@ class Watcher:
         if self._queue not in (None, queue):
             found.append({"queue": queue_document(self.output, self.children)})
         self._queue = queue
+        tasks = {row["id"]: row for row in self.tasks.rows()}
+        if self._task_rows is not None:
+            found.extend({"task": row} for name, row in tasks.items() if self._task_rows.get(name) != row)
+        self._task_rows = tasks
         if time.monotonic() - self._machine_at >= MACHINE_SECONDS:
             self._machine_at = time.monotonic()
             found.append({"machine": self.machine.document()})
@@ -102,7 +108,7 @@ class Watcher:
         waiting: Waiting = asyncio.Queue(MOST_WAITING)
         self._listeners.add(waiting)
         if self._task is None or self._task.done():
-            self._rows = self._queue = None
+            self._rows = self._queue = self._task_rows = None
             self._task = asyncio.create_task(self._watch())
         try:
             yield "retry: 2000\n\n"
@@ -139,7 +145,7 @@ class Watcher:
 @router.get("/live")
 async def live(request: Request) -> Response:
     """Server-sent events: `{"runs": rows that changed, "removed": ids}`, `{"run": id, "metrics": new rows, ...}`,
-    `{"queue": ...}`, `{"machine": ...}`."""
+    `{"queue": ...}`, `{"task": row}`, `{"machine": ...}`."""
     watcher: Watcher = request.app.state.server.watcher
     if watcher.is_full:
         raise Refusal(503, Problem(f"{MOST_LISTENERS} pages are open.", "Close some."))

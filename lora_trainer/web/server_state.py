@@ -18,6 +18,7 @@ from lora_trainer.web.planner import Planner
 from lora_trainer.web.run_columns import MetricsOfRuns
 from lora_trainer.web.run_list import OWN, RunList
 from lora_trainer.web.safety import Token
+from lora_trainer.web.tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,16 @@ class ServerState:
         return Children(self.own)
 
     @cached_property
+    def tasks(self) -> Tasks:
+        return Tasks(self.own / "tasks")
+
+    @cached_property
     def machine(self) -> Machine:
         return Machine(self.output)
 
     @cached_property
     def watcher(self) -> Watcher:
-        return Watcher(self.output, self.runs, self.children, self.machine)
+        return Watcher(self.output, self.runs, self.children, self.machine, self.tasks)
 
 
 def state_of(request: Request) -> ServerState:

@@ -102,7 +102,7 @@ def test_listeners_get_messages_and_slow_ones_are_let_go(
     monkeypatch.setattr(live, "EVERY_SECONDS", 0.001)
     monkeypatch.setattr(live, "MOST_WAITING", 4)
     monkeypatch.setattr(live, "MACHINE_SECONDS", 0.0)  # a message at each look
-    watcher = Watcher(tmp_path, state.runs, state.children, state.machine)
+    watcher = Watcher(tmp_path, state.runs, state.children, state.machine, state.tasks)
 
     async def listen() -> tuple[str, str, int]:
         reading, sleeping = watcher.listen(), watcher.listen()

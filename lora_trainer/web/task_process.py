@@ -1,0 +1,35 @@
+"""The process of a task: runs a command of lora-trainer, keeps what it prints, and writes down how it ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from lora_trainer.core.io import write_json
+
+DOCUMENT, LOG, END = "document.json", "log.txt", "end.json"
+
+
+def run(folder: Path, arguments: Sequence[str]) -> None:
+    """Run the command; its standard output is the document, its standard error the log."""
+    with open(folder / DOCUMENT, "wb") as document, open(folder / LOG, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lora_trainer", *arguments], stdin=subprocess.DEVNULL, stdout=document, stderr=log
+        )
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            process.terminate()
+
+        signal.signal(signal.SIGTERM, stop)
+        code = process.wait()
+    # A signal that ended it counts as in a shell.
+    write_json(folder / END, {"exit_code": code if code >= 0 else 128 - code, "ended": time.time()})
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,223 @@
+"""`/api/tasks`: commands that the server runs for the page and that end: checks, captions, tools for LoRA files.
+
+Each is a process of its own with a folder below the server's: what was started, what it printed (`--json`'s document apart
+from the rest), and how it ended. So the end of the server does not reach it, and the next server knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, Problem
+from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.web.children import is_running, stop_process
+from lora_trainer.web.run_list import process_start
+from lora_trainer.web.safety import JSON, Refusal
+from lora_trainer.web.task_process import DOCUMENT, END, LOG
+
+TASK = "task.json"
+MOST_RUNNING = 4
+MOST_KEPT = 200
+MOST_DOCUMENT = 64_000_000  # bytes
+LAST_LINE = 4000  # bytes in which the last line is looked for
+WITH_RESULT = (DONE, DATASET_REFUSED, LORA_REFUSED)  # a refusal by a gate is a result
+STOPPED = (130, 143)
+
+router = APIRouter(prefix="/api/tasks", default_response_class=JSON)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command that was started. `about` is what the page wants to know again, such as the dataset."""
+
+    id: str
+    kind: str
+    title: str
+    arguments: tuple[str, ...]
+    about: Mapping[str, Any]
+    pid: int
+    created: float  # as the system has it
+    started: float
+
+
+class Tasks:
+    """The commands that were started for the page. Any thread may call its methods."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._own: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended: dict[str, dict[str, Any]] = {}  # rows that do not change any more
+
+    def start(
+        self, kind: str, title: str, arguments: Sequence[str], about: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Start `lora-trainer ARGUMENTS`; the row of the task. Raises Refusal where too many run, OSError."""
+        with self._lock:
+            rows = self._rows()
+            if sum(row["status"] == "running" for row in rows) >= MOST_RUNNING:
+                fix = "Wait for the end of one, or stop one."
+                raise Refusal(409, Problem(f"{MOST_RUNNING} tasks run already.", fix))
+            for row in rows[MOST_KEPT - 1 :]:
+                self._remove(row)
+            number = 1 + max((int(row["id"]) for row in rows), default=0)
+            place = self.folder / str(number)
+            place.mkdir(parents=True)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lora_trainer.web.task_process", str(place), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+            self._own[process.pid] = process
+            created, now = process_start(process.pid) or time.time(), time.time()
+            task = Task(str(number), kind, title, tuple(arguments), about or {}, process.pid, created, now)
+            write_json(place / TASK, asdict(task))
+            return self._row(task)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each task, the newest first."""
+        with self._lock:
+            return self._rows()
+
+    def newest(self, kind: str, about: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """The row of the newest task of this kind, and about this, that has a result."""
+        wanted = (about or {}).items()
+        return next(
+            (
+                row
+                for row in self.rows()
+                if row["kind"] == kind and row["status"] == "done" and wanted <= row["about"].items()
+            ),
+            None,
+        )
+
+    def row(self, task: str) -> dict[str, Any]:
+        """The row of a task. Raises Refusal where there is none."""
+        with self._lock:
+            found = next((row for row in self._rows() if row["id"] == task), None)
+        if found is None:
+            raise Refusal(404, Problem(f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
+        return found
+
+    def document(self, task: str) -> Any:
+        """What `--json` of an ended command printed; None where that is no document. Raises Refusal for no task."""
+        path = self.folder / self.row(task)["id"] / DOCUMENT
+        try:
+            return json.loads(path.read_bytes()) if path.stat().st_size <= MOST_DOCUMENT else None
+        except (OSError, ValueError):
+            return None
+
+    def log(self, task: str, tail: int) -> str:
+        """The end of what a command printed beside its document. Raises Refusal for no task."""
+        return end_of(self.folder / self.row(task)["id"] / LOG, tail)
+
+    def stop(self, task: str) -> None:
+        """Let a command stop, as Ctrl-C does. Raises Refusal where it has ended."""
+        row = self.row(task)
+        if row["status"] != "running":
+            raise Refusal(409, Problem(f"{row['title']} has ended.", "Look at its result."))
+        stop_process(row["pid"], row["created"])
+
+    def forget(self, task: str) -> None:
+        """Delete what is kept of an ended task. Raises Refusal while it runs."""
+        row = self.row(task)
+        if row["status"] == "running":
+            raise Refusal(409, Problem(f"{row['title']} runs.", "Stop it first."))
+        with self._lock:
+            self._remove(row)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
+            del self._own[pid]  # and no zombie stays
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in sorted((each for each in os.listdir(self.folder) if each.isdigit()), key=int, reverse=True):
+                with contextlib.suppress(OSError, ValueError, TypeError):  # it is being made, or deleted
+                    found.append(self._ended.get(name) or self._row(Task(**read_json(self.folder / name / TASK))))
+        return found
+
+    def _row(self, task: Task) -> dict[str, Any]:
+        place = self.folder / task.id
+        is_alive = is_running(task.pid, task.created)  # before the end is read: it may end meanwhile
+        try:
+            end = read_json(place / END)
+        except (OSError, ValueError):
+            end = {"exit_code": None, "ended": None}
+        code = end["exit_code"]
+        status = "done" if code in WITH_RESULT else "stopped" if code in STOPPED else "failed"
+        if code is None and is_alive:
+            status = "running"
+        words = end_of(place / LOG, LAST_LINE).strip().splitlines()
+        first = next((at for at, line in enumerate(words) if line.startswith("error:")), len(words) - 1)
+        last = " ".join(line.strip() for line in words[first:]) if status == "failed" else (words or [""])[-1]
+        row = {**asdict(task), "arguments": list(task.arguments), **end, "status": status, "last_line": last[:1000]}
+        if status != "running":
+            self._ended[task.id] = row
+        return row
+
+    def _remove(self, row: Mapping[str, Any]) -> None:
+        if row["status"] != "running":
+            self._ended.pop(row["id"], None)
+            shutil.rmtree(self.folder / row["id"], ignore_errors=True)
+
+
+def end_of(path: Path, tail: int) -> str:
+    """The last bytes of a text file; nothing where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return printable_lines(text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def tasks_of(request: Request) -> Tasks:
+    found: Tasks = request.app.state.server.tasks
+    return found
+
+
+@router.get("")
+def list_tasks(request: Request, kind: str | None = None) -> Response:
+    """The tasks, newest first."""
+    return JSON({"tasks": [row for row in tasks_of(request).rows() if kind in (None, row["kind"])]})
+
+
+@router.get("/{task}")
+def show_task(task: str, request: Request, tail: Annotated[int, Query(ge=1, le=1_000_000)] = 20_000) -> Response:
+    """A task with the end of its log and, when it has ended, the document of its `--json`."""
+    tasks = tasks_of(request)
+    row = tasks.row(task)
+    document = None if row["status"] == "running" else tasks.document(task)
+    return JSON({**row, "log": tasks.log(task, tail), "document": document})
+
+
+@router.post("/{task}/stop")
+def stop_task(task: str, request: Request) -> Response:
+    """Let a task stop, as Ctrl-C does."""
+    tasks_of(request).stop(task)
+    return JSON({"message": "It stops within seconds."})
+
+
+@router.delete("/{task}")
+def delete_task(task: str, request: Request) -> Response:
+    """Forget an ended task. What it wrote stays."""
+    tasks_of(request).forget(task)
+    return JSON({})
