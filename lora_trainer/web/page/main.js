@@ -1,23 +1,50 @@
 // The page: navigation, and what is shown for each address after `#`.
 
 import { post } from "./api.js";
-import { Button, Field, Result, bytes, html, render, useAction, useEffect, useLive, useState } from "./ui.js";
-import { NewRun } from "./new_run.js";
-import { Queue } from "./queue.js";
-import { Run } from "./run.js";
+import { Field, Problems, Result, bytes, html, render, useAction, useEffect, useLive, useState } from "./ui.js";
 import { Start } from "./start.js";
-import { Verdict } from "./verdict.js";
 
+// Address, name in the navigation, and what loads the page. One with an id, such as docs/memory, gets it and the rest.
 const PAGES = [
-  ["", "Runs", Start],
-  ["new", "New run", NewRun],
-  ["queue", "Queue", Queue],
+  ["", "Runs", async () => Start],
+  ["new", "New run", async () => (await import("./new_run.js")).NewRun],
+  ["queue", "Queue", async () => (await import("./queue.js")).Queue],
 ];
-const OF_A_RUN = { run: Run, verdict: Verdict };
+const OF_A_RUN = {
+  run: async () => (await import("./run.js")).Run,
+  verdict: async () => (await import("./verdict.js")).Verdict,
+};
+const loaded = new Map();
 
+// Of `#/page/id/rest`, each part decoded; a part that cannot be decoded stays as it is.
 function address() {
-  const [page, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
-  return { page, id: rest.length ? decodeURIComponent(rest.join("/")) : null };
+  const [page, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map((part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return part;
+    }
+  });
+  return { page, id: rest[0] ?? null, rest: rest.slice(1) };
+}
+
+function Loaded({ where }) {
+  const load = (where.id !== null && OF_A_RUN[where.page]) || PAGES.find(([name]) => name === where.page)?.[2];
+  const [, again] = useState(0);
+  const [problems, set] = useState([]);
+  useEffect(() => {
+    if (!load || loaded.has(load)) return;
+    load().then(
+      (Page) => {
+        loaded.set(load, Page);
+        again((number) => number + 1);
+      },
+      () => set([{ message: "This page did not load.", fix: "Load it again when the server answers." }]),
+    );
+  }, [load]);
+  if (!load) return html`<div class="card empty"><p>There is no such page.</p><a class="button" href="#/">Runs</a></div>`;
+  const Page = loaded.get(load);
+  return Page ? html`<${Page} key=${`${where.page} ${where.id}`} id=${where.id} rest=${where.rest} />` : html`<${Problems} problems=${problems} />`;
 }
 
 function Machine() {
@@ -53,10 +80,12 @@ function App() {
   const [where, go] = useState(address());
   const [needsToken, askForToken] = useState(false);
   const [isConnected, setConnected] = useState(true);
+  const [isOpen, openMenu] = useState(false);
   useLive((message) => message.connected !== undefined && setConnected(message.connected));
   useEffect(() => {
     const moved = () => {
       go(address());
+      openMenu(false);
       window.scrollTo(0, 0);
     };
     const ask = () => askForToken(true);
@@ -67,7 +96,6 @@ function App() {
       window.removeEventListener("token-needed", ask);
     };
   }, []);
-  const Page = where.id === null ? PAGES.find(([name]) => name === where.page)?.[2] : OF_A_RUN[where.page];
   useEffect(() => {
     const name = where.id ?? PAGES.find(([page]) => page === where.page)?.[1];
     document.title = name ? `${name} · lora-trainer` : "lora-trainer";
@@ -76,10 +104,11 @@ function App() {
     <a class="skip" href="#content" onClick=${(event) => { event.preventDefault(); document.querySelector("main").focus(); }}>Skip to content</a>
     <header class="bar"><div>
       <a class="brand" href="#/">lora-trainer</a>
-      <nav aria-label="Pages">
+      <button type="button" class="button small menu" aria-expanded=${isOpen} aria-controls="pages" onClick=${() => openMenu(!isOpen)}>Menu</button>
+      <nav id="pages" aria-label="Pages" class=${isOpen ? "open" : ""}>
         ${PAGES.map(
           ([name, label]) =>
-            html`<a href=${`#/${name}`} aria-current=${where.id === null && where.page === name ? "page" : undefined}>${label}</a>`,
+            html`<a href=${`#/${name}`} aria-current=${where.page === name ? "page" : undefined}>${label}</a>`,
         )}
       </nav>
       <${Machine} />
@@ -89,9 +118,7 @@ function App() {
       ${
         needsToken
           ? html`<${Login} onDone=${() => location.reload()} />`
-          : Page
-            ? html`<${Page} key=${`${where.page} ${where.id}`} id=${where.id} />`
-            : html`<div class="card empty"><p>There is no such page.</p><a class="button" href="#/">Runs</a></div>`
+          : html`<${Loaded} where=${where} />`
       }
     </main>`;
 }

@@ -1,9 +1,8 @@
 // A new run: base model, data, presets, every setting; and its plan, before anything is trained.
 
 import { post } from "./api.js";
-import { Dialog } from "./run.js";
 import { PathField, SettingsForm, belongsTo, textOf } from "./settings_form.js";
-import { Button, Field, Problems, Result, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
+import { Button, Dialog, Field, Problems, Result, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
 
 const PLAN_AFTER_MS = 150;
 

@@ -1,9 +1,8 @@
 // The queue: jobs in order, the workers that train them, and a folder of datasets to add.
 
 import { post } from "./api.js";
-import { Dialog } from "./run.js";
 import { PathField } from "./settings_form.js";
-import { Button, Field, Problems, Progress, Result, Status, duration, html, score, shown, typedNumber, useAction, useDocument, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Field, Problems, Progress, Result, Status, duration, html, score, shown, typedNumber, useAction, useDocument, useLive, useState, whole } from "./ui.js";
 
 export function Queue() {
   const [document, load, problems] = useDocument("/queue");

@@ -3,8 +3,8 @@
 import { get, post, remove } from "./api.js";
 import { Chart, smooth } from "./chart.js";
 import {
-  Button, Field, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, typedNumber, useAction,
-  useDocument, useEffect, useLive, useMemo, useRef, useState, whole,
+  Button, Dialog, Field, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, typedNumber, useAction,
+  useDocument, useEffect, useLive, useMemo, useState, whole,
 } from "./ui.js";
 
 const path = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
@@ -102,12 +102,6 @@ function Actions({ run, id, onChange }) {
       <p>Its folder is moved to the trash, which is the folder .ui/trash among the runs.</p>
       <div class="row"><${Button} kind="danger" busy=${action.busy} onClick=${() => action.act(async () => { await remove(path(id)); location.hash = "#/"; })}>Delete<//>
       <${Button} onClick=${() => ask(null)}>Keep<//></div><${Result} action=${action} /><//>`}`;
-}
-
-export function Dialog({ title, onClose, children }) {
-  const place = useRef(null);
-  useEffect(() => place.current.showModal(), []);
-  return html`<dialog ref=${place} aria-label=${title} onClose=${onClose}><h2>${title}</h2>${children}</dialog>`;
 }
 
 function Prompts({ onClose, send }) {

@@ -166,3 +166,9 @@ export function Field({ label, about, problems = [], children }) {
     </div>
   </div>`;
 }
+
+export function Dialog({ title, onClose, children }) {
+  const place = useRef(null);
+  useEffect(() => place.current.showModal(), []);
+  return html`<dialog ref=${place} aria-label=${title} onClose=${onClose}><h2>${title}</h2>${children}</dialog>`;
+}
