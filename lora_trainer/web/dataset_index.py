@@ -434,10 +434,10 @@ class DatasetIndex:
         )
         tags = self.file.execute("SELECT tag, count FROM tags WHERE count > 0 ORDER BY 2 DESC, 1 LIMIT ?", (MOST_TAGS,))
         findings = self.file.execute(
-            "SELECT code, severity, count(DISTINCT image), count(*), min(message), min(fix), min(name) FROM findings "
+            "SELECT code, severity, count(DISTINCT image), count(*), count(DISTINCT fix), min(name), message, fix FROM findings "
             "GROUP BY code, severity ORDER BY CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END, 3 DESC, 1"
         )
-        keys = ("code", "severity", "images", "count", "message", "fix", "name")
+        keys = ("code", "severity", "images", "count", "fixes", "name", "message", "fix")
         origins = dict(self.file.execute("SELECT origin, count(*) FROM images GROUP BY origin").fetchall())
         return {
             "count": self.count(Wanted(), fits),

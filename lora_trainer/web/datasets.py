@@ -32,7 +32,7 @@ from lora_trainer.web.asked_settings import texts_in
 from lora_trainer.web.dataset_index import BUILTIN, DatasetIndex, Wanted
 from lora_trainer.web.run_list import Stamp, stamp_of
 from lora_trainer.web.safety import JSON, Refusal, allowed
-from lora_trainer.web.served_files import WIDTHS, image_type_of, small_copy
+from lora_trainer.web.served_files import WIDTHS, image_type_of, inside, small_copy
 from lora_trainer.web.server_state import ServerState, State
 
 WAITED_SECONDS = 1.5  # for a list that is not there; then the page is told how far it is
@@ -319,10 +319,12 @@ def show_image(asked: Annotated[ImageRequest, Query()], state: State) -> Respons
     path = readable(asked.path, state)
     index = index_of(path, state)
     with index.lock:
-        if not index.is_there:
-            index.settle(WAITED_SECONDS)
-        refuse_unread(index)
-        row = index.row(asked.name)
+        # The first image of a folder is shown before anybody opens it.
+        if not index.is_there and path.is_dir() and asked.name.lower().endswith(IMAGE_ENDINGS):
+            row = {"path": os.fsencode(inside(path, asked.name)), "span_file": None, "mask": None, "content": None}
+        else:
+            refuse_unread(index)
+            row = index.row(asked.name)
     span, roots = None, state.roots
     if asked.what == "mask":
         if row["mask"] is None:

@@ -345,8 +345,8 @@ def test_a_tar_becomes_a_folder_that_may_be_edited(client: TestClient, place: Pa
             ("x/a.png", "sks, cat, red", "shard"),
             ("x/b.png", "dog", "shard"),
         ]
-        picture = client.get("/api/datasets/image", params={"path": str(shard), "name": "x/b.png"})
-        assert picture.content == (place / "images" / "b.png").read_bytes()
+        member = client.get("/api/datasets/image", params={"path": str(shard), "name": "x/b.png"})
+        assert member.content == (place / "images" / "b.png").read_bytes()
         assert save(client, shard, a=("sks, cat, red", "x")).status_code == 403
         started = client.post("/api/datasets/copy", json={"path": str(shard), "name": "copy"})
         found = wait_for_task(client, started.json())

@@ -8,6 +8,7 @@ import { Start } from "./start.js";
 const PAGES = [
   ["", "Runs", async () => Start],
   ["new", "New run", async () => (await import("./new_run.js")).NewRun],
+  ["datasets", "Datasets", async () => (await import("./datasets.js")).Datasets],
   ["queue", "Queue", async () => (await import("./queue.js")).Queue],
 ];
 const OF_A_RUN = {

@@ -6,10 +6,10 @@ import { Button, Dialog, Field, Problems, Result, duration, html, shown, useActi
 
 const PLAN_AFTER_MS = 150;
 
-export function NewRun() {
+export function NewRun({ id }) {
   const [schema, reloadSchema, loadProblems] = useDocument("/settings");
   const [model, setModel] = useState("");
-  const [data, setData] = useState([""]);
+  const [data, setData] = useState([id ?? ""]); // of the address: images that another page names
   const [tier, setTier] = useState("auto");
   const [goal, setGoal] = useState("balanced");
   const [more, setMore] = useState("");
