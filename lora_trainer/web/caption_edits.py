@@ -84,15 +84,16 @@ def edited(caption: str, edit: BulkEdit) -> str:
             pattern = re.compile(re.escape(edit.find), re.NOFLAG if edit.match_case else re.IGNORECASE)
             return pattern.sub(lambda _: edit.put, caption)
         case Replace():
-            wanted = edit.find.strip()
-            same = (lambda tag: tag == wanted) if edit.match_case else (lambda tag: tag.casefold() == wanted.casefold())
-            if edit.put.strip():
-                return each_line(caption, lambda tags: [edit.put.strip() if same(tag) else tag for tag in tags])
-            return each_line(caption, lambda tags: [tag for tag in tags if not same(tag)])
+            wanted, put = edit.find.strip(), edit.put.strip()
+            same = wanted if edit.match_case else wanted.casefold()
+            found = {tag for tag in tags_in(caption) if (tag if edit.match_case else tag.casefold()) == same}
+            return each_line(
+                caption, lambda tags: [put if tag in found else tag for tag in tags if put or tag not in found]
+            )
         case AddTag():
             tag = edit.tag.strip()
-            add = (lambda tags: [tag, *tags]) if edit.at == "start" else (lambda tags: [*tags, tag])
-            return each_line(caption or " ", lambda tags: tags if tag in tags else add(tags))
+            first, last = ([tag], []) if edit.at == "start" else ([], [tag])
+            return each_line(caption or " ", lambda tags: tags if tag in tags else [*first, *tags, *last])
         case RemoveTag():
             return each_line(caption, lambda tags: [tag for tag in tags if tag != edit.tag.strip()])
         case AddTriggerWord():
@@ -104,11 +105,15 @@ def edited(caption: str, edit: BulkEdit) -> str:
             return each_line(caption, lambda tags: list(dict.fromkeys(tags)))
 
 
+def tags_in(line: str) -> list[str]:
+    return [tag for part in line.replace("\n", ",").split(",") if (tag := part.strip())]
+
+
 def each_line(caption: str, change: Callable[[list[str]], Sequence[str]]) -> str:
     """The caption with the tags of each line changed; a line whose tags stay is left as it is written."""
     lines = []
     for line in caption.split("\n"):
-        tags = [tag for part in line.split(",") if (tag := part.strip())]
+        tags = tags_in(line)
         after = list(change(list(tags)))
         lines.append(line.strip() if after == tags else ", ".join(after))
     return "\n".join(lines)

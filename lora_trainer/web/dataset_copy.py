@@ -48,10 +48,14 @@ def copy_dataset(path: str, target: Path, roots: Sequence[Path]) -> dict[str, An
             for number, sample in enumerate(samples):
                 writer.write(sample)
                 say(number + 1, len(samples))
-            if found.around.is_inside(os.path.join(path, SETTINGS_FILE)) and (
-                values := settings_without_commands(Path(path))
-            ):
-                write_text(whole / SETTINGS_FILE, tomli_w.dumps(values))
+            if found.around.is_inside(os.path.join(path, SETTINGS_FILE)):
+                values = {
+                    section: dict(of) for section, of in folder_values(Path(path)).items() if isinstance(of, Mapping)
+                }
+                for section, key in THE_BATCH_DECIDES:  # commands, places of its own, trackers
+                    values.get(section, {}).pop(key, None)
+                if any(values.values()):
+                    write_text(whole / SETTINGS_FILE, tomli_w.dumps({name: of for name, of in values.items() if of}))
             os.rename(whole, target)  # not over a dataset that came meanwhile
             for place in sorted(controls.glob("*")):
                 os.rename(place, target.with_name(f"{target.name}-{place.name}"))
@@ -72,7 +76,8 @@ class CopyWriter:
         place.parent.mkdir(parents=True, exist_ok=True)
         copy_bytes(sample.path, sample.span, place)
         # A folder's name stays, and with it the captions that are in it.
-        if sample.caption and (sample.own_caption or not in_kohya_folder(place, self.target)):
+        folders = place.parent.relative_to(self.target).parts
+        if sample.caption and (sample.own_caption or not any(KOHYA_FOLDER.fullmatch(each) for each in folders)):
             place.with_suffix(".txt").write_text(sample.caption + "\n", encoding="utf-8")
             self.captions += 1
         mask = sample.mask.path if sample.mask is not None else self.found.around.mask_beside(sample.path)
@@ -110,21 +115,9 @@ def masked(image: Path, ending: str) -> Path:
     return image.with_name(f"{image.stem}{MASK_LABEL}{ending}")
 
 
-def in_kohya_folder(place: Path, root: Path) -> bool:
-    return any(KOHYA_FOLDER.fullmatch(part) for part in place.parent.relative_to(root).parts)
-
-
 def copy_bytes(path: Path, span: Span | None, to: Path) -> None:
     with open_bytes(path, span) as original, open(to, "xb") as copy:
         shutil.copyfileobj(original, copy)
-
-
-def settings_without_commands(folder: Path) -> dict[str, Any]:
-    """What a folder's own file sets for a batch, but for what a batch refuses: commands, places of its own, trackers."""
-    values = {section: dict(of) for section, of in folder_values(folder).items() if isinstance(of, Mapping)}
-    for section, key in THE_BATCH_DECIDES:
-        values.get(section, {}).pop(key, None)
-    return {section: of for section, of in values.items() if of}
 
 
 def watch(word: str) -> Any:

@@ -31,10 +31,8 @@ from lora_trainer.run.inputs import read_model, trained_framings
 from lora_trainer.web.caption_journal import CaptionJournal
 from lora_trainer.web.dataset_reader import (
     FORMAT,
-    MOST_SUM,
     NO_STAMP,
     config_of,
-    number_of_name,
     stamp_of_stat,
     sum_of_names,
     tags_of,
@@ -75,7 +73,7 @@ class Framed:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedImages:
     """Which images are asked for; all that are set must hold."""
 
     search: str = ""
@@ -85,7 +83,7 @@ class Wanted:
     names: tuple[str, ...] | None = None
 
 
-class Reading:
+class IndexReading:
     """A process that reads a dataset."""
 
     def __init__(self, path: Path, roots: Sequence[Path], target: Path) -> None:
@@ -135,7 +133,7 @@ class DatasetIndex:
     def __init__(self, path: Path, roots: Sequence[Path], folder: Path) -> None:
         self.path, self.roots, self.folder = path, roots, folder
         self.lock = threading.RLock()
-        self.reading: Reading | None = None
+        self.reading: IndexReading | None = None
         self._edits = self._edits_before = 0  # written here, and of these before the reading began
         self._file: sqlite3.Connection | None = None
         self._looked = 0.0
@@ -204,9 +202,9 @@ class DatasetIndex:
             if self.reading is None:
                 self.reading = self._read()
 
-    def _read(self) -> Reading:
+    def _read(self) -> IndexReading:
         self._edits_before = self._edits
-        return Reading(self.path, self.roots, self.target.with_name("next.sqlite"))
+        return IndexReading(self.path, self.roots, self.target.with_name("next.sqlite"))
 
     @property
     def is_there(self) -> bool:
@@ -222,7 +220,7 @@ class DatasetIndex:
             self._file = sqlite3.connect(self.target, check_same_thread=False)
             self._file.execute("PRAGMA synchronous = OFF")  # it can be made again
             self._file.create_function("holds", 3, holds, deterministic=True)
-            self._file.create_function("has_tag", 2, has_tag, deterministic=True)
+            self._file.create_function("has_tag", 2, lambda caption, tag: tag in tags_of(caption), deterministic=True)
         return self._file
 
     def close(self) -> None:
@@ -245,7 +243,9 @@ class DatasetIndex:
         """Rises with every change of what the list says."""
         return int(self.fact("version") or 0)
 
-    def changed(self) -> None:
+    def changed(self, *, here: bool = False) -> None:
+        """Something in the list is new. Where captions were written `here`, what is being read meanwhile does not count."""
+        self._edits += here
         self.set_fact("version", str(self.version + 1))
 
     # Sizes
@@ -273,13 +273,20 @@ class DatasetIndex:
             number = int(self.file.execute("INSERT INTO framings (key) VALUES (?)", (framed.key,)).lastrowid or 0)
             sizes = "SELECT DISTINCT source, width, height FROM images WHERE width IS NOT NULL"
             rows = self.file.execute(sizes).fetchall()
-            insert = "INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)"
-            self.file.executemany(insert, ((number, *row, *crop_of(*row, framed)) for row in rows))
+            found = []
+            for source, width, height in rows:
+                fit = plain_fits(width, height, framed.framings[min(source, len(framed.framings) - 1)])[0]
+                across, down = fit.resized_width, fit.resized_height
+                # What the crop keeps: left, top, width and height as shares of the image.
+                box = (fit.left / across, fit.top / down, fit.bucket.width / across, fit.bucket.height / down)
+                crop = json.dumps([round(each, 5) for each in box])
+                found.append((number, source, width, height, str(fit.bucket), crop))
+            self.file.executemany("INSERT INTO fits VALUES (?, ?, ?, ?, ?, ?)", found)
         return number
 
     # Questions
 
-    def count(self, wanted: Wanted, fits: int) -> int:
+    def count(self, wanted: WantedImages, fits: int) -> int:
         """How many images are wanted."""
         where, values = conditions(wanted, fits)
         question = f"SELECT count(*) FROM images WHERE {where}"
@@ -294,10 +301,10 @@ class DatasetIndex:
                 self._counts.popitem(last=False)
         return self._counts[key]
 
-    def select(self, wanted: Wanted, fits: int, sort: str, part: tuple[int, int]) -> list[dict[str, Any]]:
+    def select(self, wanted: WantedImages, fits: int, sort: str, part: tuple[int, int]) -> list[dict[str, Any]]:
         """The rows of `part` (limit, offset) of the wanted images, as they are in the file."""
         where, values = conditions(wanted, fits)
-        if wanted == Wanted() and sort == "order":  # without walking over what is before
+        if wanted == WantedImages() and sort == "order":  # without walking over what is before
             where, values, part = "images.id >= ?", [part[1]], (part[0], 0)
         join = "LEFT JOIN fits ON framing = ? AND fits.source = images.source AND fits.width = images.width"
         columns = f"images.*, bucket, crop FROM images {join} AND fits.height = images.height"
@@ -306,7 +313,7 @@ class DatasetIndex:
         keys = [each[0] for each in cursor.description]
         return [dict(zip(keys, row, strict=True)) for row in cursor]
 
-    def each(self, wanted: Wanted, fits: int) -> Iterator[dict[str, Any]]:
+    def each(self, wanted: WantedImages, fits: int) -> Iterator[dict[str, Any]]:
         """The wanted images one after the other, in the order of their training."""
         where, values = conditions(wanted, fits)
         cursor = self.file.execute(f"SELECT * FROM images WHERE {where} ORDER BY id", values)
@@ -319,7 +326,7 @@ class DatasetIndex:
         question = f"SELECT {column} FROM images WHERE {column} IS NOT NULL GROUP BY 1 HAVING count(*) > 1"
         return {row[0] for row in self.file.execute(question)}
 
-    def names(self, wanted: Wanted, fits: int, sort: str, part: tuple[int, int]) -> list[str]:
+    def names(self, wanted: WantedImages, fits: int, sort: str, part: tuple[int, int]) -> list[str]:
         """The names of the wanted images."""
         where, values = conditions(wanted, fits)
         question = f"SELECT name FROM images WHERE {where} ORDER BY {SORTS[sort]} LIMIT ? OFFSET ?"
@@ -345,7 +352,13 @@ class DatasetIndex:
                     changed = True  # where it leads is looked at again
                 elif stamp != row["caption_stamp"]:
                     with self.file:
-                        self.set_caption(row, caption_on_disk(row["caption_file"]), stamp)
+                        # As the manifest has it, its lines kept; nothing where it is no text.
+                        caption: str | None = ""
+                        with contextlib.suppress(TextError):
+                            text = read_text(os.fsdecode(row["caption_file"]), MOST_CAPTION_BYTES)
+                            caption = tidy(text, keep_lines=True)
+                        gone = not os.path.lexists(row["caption_file"])
+                        self.set_caption(row, None if gone else caption, stamp)
                     self.changed()
             found.append(row)
         if changed and self.reading is None:
@@ -372,18 +385,6 @@ class DatasetIndex:
             code, word = ("missing_caption", "no") if caption is None else ("empty_caption", "an empty")
             finding = (row["id"], row["name"], code, "error", f"has {word} caption.", "Write one.", "")
             self.file.execute("INSERT INTO findings VALUES (?, ?, ?, ?, ?, ?, ?)", finding)
-
-    def was_edited(self) -> None:
-        """Captions were written here, and are in the list. What is being read meanwhile does not count."""
-        self._edits += 1
-        self.changed()
-
-    def name_came(self, path: str, *, is_gone: bool = False) -> None:
-        """A file of the dataset was written or removed here: its folder's names are known to be other ones. The caller
-        commits."""
-        change = -number_of_name(os.path.basename(path)) if is_gone else number_of_name(os.path.basename(path))
-        question = "UPDATE stamps SET names = (names + ?) & ? WHERE path = ?"
-        self.file.execute(question, (change, MOST_SUM, os.fsencode(os.path.dirname(path))))
 
     def findings_of(self, ids: Sequence[int]) -> dict[int, list[dict[str, str]]]:
         """The findings of images by their numbers."""
@@ -440,7 +441,7 @@ class DatasetIndex:
         keys = ("code", "severity", "images", "count", "fixes", "name", "message", "fix")
         origins = dict(self.file.execute("SELECT origin, count(*) FROM images GROUP BY origin").fetchall())
         return {
-            "count": self.count(Wanted(), fits),
+            "count": self.count(WantedImages(), fits),
             "base": self.fact("base"),
             "resolution": framed.resolution,
             "buckets": [{"bucket": bucket, "count": count} for bucket, count in buckets],
@@ -455,23 +456,15 @@ class DatasetIndex:
 FINDING = ("code", "severity", "message", "fix")
 
 
-def crop_of(source: int, width: int, height: int, framed: Framed) -> tuple[str, str]:
-    """The bucket of a size, and what the crop keeps of the image: left, top, width and height as shares of it."""
-    fit = plain_fits(width, height, framed.framings[min(source, len(framed.framings) - 1)])[0]
-    across, down = fit.resized_width, fit.resized_height
-    box = (fit.left / across, fit.top / down, fit.bucket.width / across, fit.bucket.height / down)
-    return str(fit.bucket), json.dumps([round(each, 5) for each in box])
-
-
-def conditions(wanted: Wanted, fits: int) -> tuple[str, list[Any]]:
+def conditions(wanted: WantedImages, fits: int) -> tuple[str, list[Any]]:
     """The wanted images as a condition of SQL, with its values."""
     found, values = ["1"], list[Any]()
     if wanted.search:
         found.append("holds(images.caption, images.name, ?)")
         values.append(wanted.search.casefold())
     if wanted.tag:
-        found.append("has_tag(images.caption, ?)")
-        values.append(wanted.tag)
+        found.append("instr(images.caption, ?) AND has_tag(images.caption, ?)")  # the first is quick
+        values += [wanted.tag, wanted.tag]
     if wanted.finding:
         is_any = wanted.finding == "any"
         found.append(f"images.id IN (SELECT image FROM findings{'' if is_any else ' WHERE code = ?'})")
@@ -491,23 +484,11 @@ def holds(caption: str, name: str, text: str) -> bool:
     return text in caption.casefold() or text in name.casefold()
 
 
-def has_tag(caption: str, tag: str) -> bool:
-    return tag in caption and tag in tags_of(caption)
-
-
 def stamp_or_none(path: bytes) -> str | None:
     try:
         return stamp_of_stat(os.stat(path))
     except OSError:
         return None
-
-
-def caption_on_disk(path: bytes) -> str | None:
-    """A caption as the manifest has it, its lines kept; None where the file is gone, nothing where it is no text."""
-    try:
-        return tidy(read_text(Path(os.fsdecode(path)), MOST_CAPTION_BYTES), keep_lines=True)
-    except TextError:
-        return None if not os.path.lexists(path) else ""
 
 
 class DatasetIndexes:

@@ -144,7 +144,7 @@ class Surroundings:
     def add(self, place: Path, endings: Collection[str]) -> None:
         """A place of a source with all that is below it; captions have one of these endings. Raises UsageError for a table or a shard outside of the roots."""
         tables = [] if place.is_dir() else [str(place)]
-        wrong = None if self._is_allowed(str(place)) else place
+        wrong = None if self._is_allowed(str(place)) else str(place)
         if wrong is None and place.is_dir():
             listing = list_folder(place, SourceReading())
             for folder, names in listing.names.items():
@@ -306,7 +306,7 @@ class IndexWriter:
         names: Collection[str] = self.around.names.get(folder, frozenset())
         with contextlib.suppress(OSError):
             row["image_stamp"] = stamp_of_stat(os.stat(path))
-        beside = names_beside(name, names or FolderNames(Path(folder)), self.endings[source])  # type: ignore[arg-type]
+        beside = names_beside(name, names or FolderNames(Path(folder)), self.endings[source])
         if beside:
             place = os.path.join(folder, beside[0])
             row |= {"origin": "text", "caption_file": os.fsencode(place)}

@@ -17,6 +17,7 @@ from lora_trainer.data.sources.texts import tidy
 from lora_trainer.web.caption_edits import TITLES, BulkEdit, edited, refuse_wrong_text
 from lora_trainer.web.caption_journal import CaptionChange, bytes_of
 from lora_trainer.web.dataset_index import BUILTIN, DatasetIndex, stamp_or_none
+from lora_trainer.web.dataset_reader import MOST_SUM, number_of_name
 from lora_trainer.web.datasets import (
     CAPTIONED,
     CHECKED,
@@ -233,13 +234,15 @@ def take_changes(index: DatasetIndex, changes: Iterable[CaptionChange]) -> None:
                 row = index.row(each.image)
             except Refusal:  # an undo of an image that is gone
                 continue
-            if (each.before is None) != (each.after is None):
-                index.name_came(str(each.file), is_gone=each.after is None)
+            if (each.before is None) != (each.after is None):  # its folder's names are known to be other ones
+                number = number_of_name(each.file.name)
+                values = (number if each.before is None else -number, MOST_SUM, os.fsencode(each.file.parent))
+                index.file.execute("UPDATE stamps SET names = (names + ?) & ? WHERE path = ?", values)
             row["caption_file"] = os.fsencode(each.file)
             index.set_caption(
                 row, None if each.after is None else text_of(each.after), stamp_or_none(row["caption_file"]) or ""
             )
-    index.was_edited()
+    index.changed(here=True)
 
 
 def answer_of_edit(

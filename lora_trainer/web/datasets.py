@@ -29,13 +29,13 @@ from lora_trainer.models.published import public_architecture
 from lora_trainer.report.read import mapping
 from lora_trainer.report.record import read_record
 from lora_trainer.web.asked_settings import texts_in
-from lora_trainer.web.dataset_index import BUILTIN, DatasetIndex, Wanted
+from lora_trainer.web.dataset_index import BUILTIN, DatasetIndex, WantedImages
 from lora_trainer.web.run_list import Stamp, stamp_of
 from lora_trainer.web.safety import JSON, Refusal, allowed
 from lora_trainer.web.served_files import WIDTHS, image_type_of, inside, small_copy
 from lora_trainer.web.server_state import ServerState, State
 
-WAITED_SECONDS = 1.5  # for a list that is not there; then the page is told how far it is
+WAITED_SECONDS = 1.5  # for a list that is not there; then the page shows how far it is
 MOST_ROWS, MOST_NAMES = 500, 200_000
 MOST_COUNTED = 20_000  # entries of one folder in the list of datasets
 MOST_WHOLE = 256_000_000  # bytes of an image of a shard
@@ -58,9 +58,9 @@ class Filter(BaseModel):
     family: str | None = Field(None, max_length=40)
     resolution: Annotated[int, Field(ge=16, le=8192)] | None = None
 
-    def wanted(self, names: list[str] | None = None) -> Wanted:
+    def wanted(self, names: list[str] | None = None) -> WantedImages:
         chosen = None if names is None else tuple(names)
-        return Wanted(self.search.strip(), self.tag.strip(), self.finding, self.bucket, chosen)
+        return WantedImages(self.search.strip(), self.tag.strip(), self.finding, self.bucket, chosen)
 
     def family_for(self, path: Path) -> str:
         """The family that the buckets are of. Raises Refusal for one that there is not."""
@@ -70,7 +70,7 @@ class Filter(BaseModel):
         return family
 
 
-class Rows(Filter):
+class ImageRows(Filter):
     """A part of the images, in an order."""
 
     offset: int = Field(0, ge=0)
@@ -78,7 +78,7 @@ class Rows(Filter):
     sort: Literal["order", "name", "newest", "short", "long", "small", "large"] = "order"
 
 
-class Names(Rows):
+class ImageNames(ImageRows):
     """The same for their names alone."""
 
     limit: int = Field(MOST_NAMES, ge=0, le=MOST_NAMES)
@@ -217,7 +217,7 @@ def sources_of_run(folder: Path) -> tuple[str, ...]:
 
 
 @router.get("/images")
-def list_images(asked: Annotated[Rows, Query()], state: State) -> Response:
+def list_images(asked: Annotated[ImageRows, Query()], state: State) -> Response:
     """A page of images with captions, crops and findings, and what the dataset is as a whole.
 
     202 and `reading` where its list is not there yet. `version` rises with every change.
@@ -287,7 +287,7 @@ def journal_state(path: Path, state: ServerState) -> dict[str, str | None]:
 
 
 @router.get("/names")
-def list_names(asked: Annotated[Names, Query()], state: State) -> Response:
+def list_names(asked: Annotated[ImageNames, Query()], state: State) -> Response:
     """The names of the images that a page's filters leave, for a selection."""
     path = readable(asked.path, state)
     index, family = index_of(path, state), asked.family_for(path)
@@ -304,7 +304,7 @@ def refuse_unread(index: DatasetIndex) -> None:
         raise Refusal(409, Problem("The images are still being read.", "Try again in a moment."))
 
 
-class ImageRequest(Named):
+class OneImage(Named):
     """One image; `width` asks for a smaller copy, `what` for its mask, `content` says that it may be kept."""
 
     name: str = Field(min_length=1, max_length=4096)
@@ -314,14 +314,19 @@ class ImageRequest(Named):
 
 
 @router.get("/image")
-def show_image(asked: Annotated[ImageRequest, Query()], state: State) -> Response:
+def show_image(asked: Annotated[OneImage, Query()], state: State) -> Response:
     """The bytes of an image, of its mask, or of a smaller copy."""
     path = readable(asked.path, state)
     index = index_of(path, state)
     with index.lock:
         # The first image of a folder is shown before anybody opens it.
         if not index.is_there and path.is_dir() and asked.name.lower().endswith(IMAGE_ENDINGS):
-            row = {"path": os.fsencode(inside(path, asked.name)), "span_file": None, "mask": None, "content": None}
+            row: dict[str, Any] = {
+                "path": os.fsencode(inside(path, asked.name)),
+                "span_file": None,
+                "mask": None,
+                "content": None,
+            }
         else:
             refuse_unread(index)
             row = index.row(asked.name)

@@ -55,7 +55,8 @@ def inside(folder: Path, name: str) -> Path:
 
 def answer_with(path: Path, name: str) -> FileResponse:
     """A file: images as what they are, text as text, the report in a sandbox, and all else to be saved."""
-    kind = image_type(path)
+    with open(path, "rb") as file:
+        kind = image_type_of(file.read(16))
     if kind is None and name == REPORT:
         headers = {"content-security-policy": SANDBOX, "x-frame-options": "SAMEORIGIN"}
         return FileResponse(path, media_type="text/html; charset=utf-8", headers=headers)
@@ -66,13 +67,8 @@ def answer_with(path: Path, name: str) -> FileResponse:
     return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
-def image_type(path: Path) -> str | None:
-    """The type of an image by its first bytes; None for what is no image that browsers show."""
-    with open(path, "rb") as file:
-        return image_type_of(file.read(16))
-
-
 def image_type_of(head: bytes) -> str | None:
+    """The type of an image by its first bytes; None for what is no image that browsers show."""
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for signature, kind in SIGNATURES.items() if head.startswith(signature)), None)

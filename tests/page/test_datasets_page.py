@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
 import pytest
 from PIL import Image
 
@@ -158,20 +159,25 @@ def test_two_tabs_never_overwrite_each_other(tmp_path: Path) -> None:
         tabs = [browser.driver.current_window_handle]
         open_dataset(browser, own, "sks, cat, red")
         open_image(browser, "a.png")
-        browser.field("Caption").send_keys(" of the first")  # and is not left yet
         browser.driver.switch_to.new_window("tab")
         tabs.append(browser.driver.current_window_handle)
         open_dataset(browser, own, "sks, cat, red")
         open_image(browser, "a.png")
-        browser.driver.switch_to.window(tabs[0])
-        (own / "a.txt").write_text("of another program\n", encoding="utf-8")
+        browser.field("Caption").send_keys(" of the second")
+        changes = [{"name": "a.png", "caption": "of the first", "before": "sks, cat, red"}]
+        answer = httpx.post(f"{browser.address}/api/datasets/captions", json={"path": str(own), "changes": changes})
+        assert answer.status_code == 200
         keys(browser, browser.field("Caption"), "CONTROL", "ENTER")
         browser.wait_for("changed by somebody else")
-        assert (own / "a.txt").read_text("utf-8") == "of another program\n"
+        assert (own / "a.txt").read_text("utf-8") == "of the first\n"
         browser.click("Save mine over it")
-        browser.until(lambda: "of the first" in (own / "a.txt").read_text("utf-8"), "mine is saved")
-        browser.driver.switch_to.window(tabs[1])  # which shows it by itself
-        browser.until(lambda: "of the first" in browser.field("Caption").get_attribute("value"), "the other tab has it")
+        browser.until(lambda: "of the second" in (own / "a.txt").read_text("utf-8"), "mine is saved")
+        browser.driver.switch_to.window(tabs[0])  # which shows it by itself
+        browser.until(
+            lambda: "of the second" in browser.field("Caption").get_attribute("value"), "the other tab has it"
+        )
+        browser.click("Undo")
+        browser.until(lambda: (own / "a.txt").read_text("utf-8") == "of the first\n", "it is taken back")
 
 
 def test_thousands_of_images_scroll_to_their_end(tmp_path: Path, size: str) -> None:

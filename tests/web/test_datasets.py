@@ -64,7 +64,7 @@ def own(place: Path, client: TestClient) -> Iterator[Path]:
     (folder / "c.txt").unlink(missing_ok=True)
 
 
-class ReadingHere(dataset_index.Reading):
+class ReadingHere(dataset_index.IndexReading):
     """A reading in this process, which starts at once; one test has the real one."""
 
     def read(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ReadingHere(dataset_index.Reading):
 @pytest.fixture(autouse=True)
 def _reading_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if request.function is not test_images_with_captions_buckets_and_crops:
-        monkeypatch.setattr(dataset_index, "Reading", ReadingHere)
+        monkeypatch.setattr(dataset_index, "IndexReading", ReadingHere)
 
 
 def images_of(client: TestClient, path: Path, **asked: Any) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_nothing_is_read_again_by_who_scrolls(client: TestClient, place: Path, m
     def no_reading(*arguments: object) -> None:
         raise AssertionError("it is read again")
 
-    monkeypatch.setattr(dataset_index, "Reading", no_reading)
+    monkeypatch.setattr(dataset_index, "IndexReading", no_reading)
     monkeypatch.setattr(dataset_index, "LOOKED_SECONDS", 0.0)
     for offset in (0, 1, 3, 100):
         assert images_of(client, place / "images", offset=offset)["count"] == 4

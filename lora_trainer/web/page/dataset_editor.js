@@ -36,7 +36,10 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
       setBase(at.caption);
     }
   }, [at?.caption, at?.name]);
-  const write = async (caption, before) => {
+  const stored = useRef(base); // as of the last save, whatever was drawn since
+  stored.current = state.words === "Saving …" ? stored.current : base;
+  const waiting = useRef(Promise.resolve(true));
+  const writeNow = async (caption, before) => {
     if (caption === before) return true;
     setState({ words: "Saving …", problems: [], theirs: null });
     try {
@@ -47,18 +50,21 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
       setState({ words: "", problems: error.problems, theirs: error.status === 409 ? true : null });
       return false;
     }
+    stored.current = caption;
     setBase(caption);
     setState({ words: "Saved", problems: [], theirs: null });
-    if (last.current) last.current = { ...last.current, caption };
+    if (last.current?.name === opened.name) last.current = { ...last.current, caption };
     await rows.reload();
     return true;
   };
-  const save = () => (isEditable ? write(text, base) : true);
+  // One after the other: a click on a button leaves the field, and saves too.
+  const write = (caption, before = null) => (waiting.current = waiting.current.then(() => writeNow(caption, before ?? stored.current)));
+  const save = () => (isEditable ? write(text) : true);
   handle.current = { save };
   useEffect(() => () => void (handle.current = null), []);
   const change = (caption) => {
     setText(caption);
-    write(caption, base);
+    write(caption);
   };
   const move = async (by) => {
     const isThere = rows.rowAt(opened.index)?.name === opened.name;
