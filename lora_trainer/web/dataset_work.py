@@ -254,6 +254,17 @@ def answer_of_edit(
 # Tasks
 
 
+def refuse_links(path: Path, state: ServerState) -> None:
+    """Raise Refusal for a dataset that leads out of what this server may read: commands follow every link."""
+    index = index_of(path, state)
+    index.settle(WAITED_SECONDS)
+    with index.lock:
+        refuse_unread(index)
+        if left_out := int(index.fact("left_out") or 0):
+            message = f"{left_out} files of the dataset lead out of the folders that this server may read."
+            raise Refusal(409, Problem(message, "Make a copy, which leaves them out; or use a terminal."))
+
+
 @router.post("/read", status_code=202)
 def read_again(sent: Named, state: State) -> Response:
     """Read the dataset again, whatever its folders say."""
@@ -275,6 +286,7 @@ def copy_dataset(sent: NewCopy, state: State) -> Response:
 def check_dataset_of(sent: Check, state: State) -> Response:
     """`check` as a task. Its findings are shown at the images once it has ended."""
     path = readable(sent.path, state)
+    refuse_links(path, state)
     arguments = ["check", str(path), "--json", "--offline"]
     if sent.family not in (None, BUILTIN):
         arguments += ["--set", f"model.family={sent.family}"]
@@ -288,6 +300,7 @@ def check_dataset_of(sent: Check, state: State) -> Response:
 def clean_dataset(sent: NewCopy, state: State) -> Response:
     """`check --clean-copy` as a task: what can be fixed is fixed in a copy that may be edited."""
     path, target = readable(sent.path, state), new_place(sent.name, state)
+    refuse_links(path, state)
     arguments = ["check", str(path), "--json", "--offline", "--clean-copy", str(target)]
     about = {"dataset": str(path), "target": str(target), "name": sent.name}
     return JSON(state.tasks.start(CLEANED, f"Cleaned copy of {path.name}", arguments, about), 202)
@@ -299,6 +312,13 @@ def caption_dataset(sent: AutoCaption, state: State) -> Response:
     path, model = editable(sent.path, state), allowed(sent.model, state.roots)
     if not model.is_dir():
         raise Refusal(422, Problem(f"{sent.model[:300]} is no folder of a model.", "Name a local folder."))
+    refuse_links(path, state)
+    index = index_of(path, state)
+    with index.lock:
+        folders = index.file.execute("SELECT path FROM stamps WHERE names IS NOT NULL").fetchall()
+    for folder in (os.fsdecode(each) for (each,) in folders):
+        if not Path(os.path.realpath(folder)).is_relative_to(path):
+            raise Refusal(409, Problem(f"{folder} is a link: its captions would be written elsewhere.", "Make a copy."))
     arguments = ["caption", str(path), "--model", str(model), "--in-place", "--offline"]
     arguments += ["--threshold", f"{sent.threshold:g}"]
     about = {"dataset": str(path), "model": str(model)}

@@ -47,8 +47,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(place: Path) -> TestClient:
-    return site(place / "runs", place / "images")
+def client(place: Path) -> Iterator[TestClient]:
+    client = site(place / "runs", place / "images")
+    yield client
+    end = time.monotonic() + 10.0
+    while (
+        any(row["status"] == "running" for row in client.get("/api/tasks").json()["tasks"]) and time.monotonic() < end
+    ):
+        time.sleep(0.05)
+    while app_of(client).state.server.tasks._own and time.monotonic() < end:  # ended, and to be waited for
+        client.get("/api/tasks")
 
 
 @pytest.fixture
@@ -473,7 +481,10 @@ def test_hostile_captions_are_refused(client: TestClient, own: Path, place: Path
 
 
 @needs_links
-def test_links_out_of_the_roots_show_and_change_nothing(client: TestClient, place: Path) -> None:
+def test_links_out_of_the_roots_show_and_change_nothing(
+    client: TestClient, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_index, "LOOKED_SECONDS", 0.0)
     folder, secret = place / "datasets" / "links", place / "secret"
     folder.mkdir()
     (secret / "words.txt").write_text("SECRET words", encoding="utf-8")
@@ -488,11 +499,32 @@ def test_links_out_of_the_roots_show_and_change_nothing(client: TestClient, plac
     assert save(client, folder, plain=("", "mine")).status_code == 409
     assert save(client, folder, plain=("SECRET words", "mine")).status_code == 409
     assert (secret / "words.txt").read_text("utf-8") == "SECRET words"
+    for route, more in (("check", {}), ("clean", {"name": "x"}), ("caption", {"model": str(folder)})):
+        assert client.post(f"/api/datasets/{route}", json={"path": str(folder), **more}).status_code == 409
+    (folder / "inside").unlink()
+    (folder / "linked.png").unlink()
+    os.symlink(place / "images", folder / "theirs")  # that may be read, and not written
+    theirs = sorted(os.listdir(place / "images"))
+    client.post("/api/datasets/read", json={"path": str(folder)})
+    assert images_of(client, folder, search="theirs/a")["total"] == 1
+    assert save(client, folder, **{"theirs/a": ("sks, cat, red", "mine")}).status_code == 403
+    captioned = client.post("/api/datasets/caption", json={"path": str(folder), "model": str(folder)})
+    assert captioned.status_code == 409
+    assert sorted(os.listdir(place / "images")) == theirs
+    (folder / "theirs").unlink()
     (folder / "plain.txt").unlink()
     os.symlink(secret, place / "datasets" / "elsewhere")
     answer = client.get("/api/datasets/images", params={"path": str(place / "datasets" / "elsewhere")})
     assert answer.status_code == 403
     assert "elsewhere" not in {each["name"] for each in client.get("/api/datasets").json()["datasets"]}
     (folder / "metadata.jsonl").write_text('{"file_name": "../../secret/b.png", "text": "x"}\n', encoding="utf-8")
-    rows = images_of(client, folder, search="b.png")["rows"]
-    assert rows == []
+    assert [row["name"] for row in images_of(client, folder)["rows"]] == ["plain.png"]
+    toml = place / "images" / "theirs.toml"
+    toml.write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{secret}'\n", encoding="utf-8")
+    for route in ("check", "clean"):
+        answer = client.post(
+            f"/api/datasets/{route}", json={"path": str(toml), "name": "x"} if route == "clean" else {"path": str(toml)}
+        )
+        assert answer.status_code == 422
+        assert "outside" in problems_of(answer.json())[0]
+    toml.unlink()

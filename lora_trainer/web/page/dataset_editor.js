@@ -28,6 +28,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
     setBase(caption);
     setState({ words: "", problems: [], theirs: null });
     rows.need(Math.max(0, opened.index - 1), opened.index + 2);
+    if (opened.isByKey) area.current?.focus({ preventScroll: true });
   }, [opened.name]);
   useEffect(() => {
     // Changed elsewhere: taken where nothing is typed.
@@ -76,8 +77,15 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
     if (next) open({ index, name: next.name });
     requestAnimationFrame(() => area.current?.focus({ preventScroll: true }));
   };
+  const close = async () => {
+    if (!(await save())) return;
+    open(null);
+    requestAnimationFrame(() => document.querySelector(`.image-grid [data-index="${opened.index}"]`)?.focus());
+  };
   const press = (event) => {
-    if ((event.ctrlKey || event.metaKey) && event.key === "Enter") {
+    if (event.key === "Escape" && !event.target.closest("dialog")) {
+      close();
+    } else if ((event.ctrlKey || event.metaKey) && event.key === "Enter") {
       event.preventDefault();
       save();
     } else if (event.altKey && (event.key === "ArrowDown" || event.key === "ArrowUp")) {
@@ -94,7 +102,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
     <div class="row"><${Button} kind="small" title="Alt+Up" disabled=${opened.index === 0} onClick=${() => move(-1)}>Previous<//>
       <${Button} kind="small" title="Alt+Down" disabled=${opened.index + 1 >= rows.document.total} onClick=${() => move(1)}>Next<//>
       <span class="note">${whole(opened.index + 1)} of ${whole(rows.document.total)}</span>
-      <${Button} kind="small" onClick=${async () => (await save()) && open(null)}>Close<//></div>
+      <${Button} kind="small" onClick=${close}>Close<//></div>
     <div class="editor-image"><a href=${imageUrl(path, row)} target="_blank" rel="noopener" aria-label=${`Open ${row.name} in full`}><${Framed} path=${path} row=${row} width=${LARGE} isCropped=${isCropped} /></a></div>
     <h2>${row.name}</h2>
     <label class="editor-label" for=${id}>Caption</label>

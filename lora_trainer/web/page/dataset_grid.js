@@ -44,7 +44,7 @@ export function ImageGrid({ path, rows, isCropped, selected, select, opened, onO
       else if (event.ctrlKey || event.metaKey) toggle(index, row);
       else {
         anchor.current = index;
-        onOpen({ index, name: row.name });
+        onOpen({ index, name: row.name, isByKey: event.detail === 0 });
       }
     };
     const isSelected = selected.has(row.name);
