@@ -18,7 +18,7 @@ from lora_trainer.web.planner import Planner
 from lora_trainer.web.run_columns import MetricsOfRuns
 from lora_trainer.web.run_list import OWN, RunList
 from lora_trainer.web.safety import Token
-from lora_trainer.web.tasks import Tasks
+from lora_trainer.web.tasks import TaskList
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class ServerState:
         return Children(self.own)
 
     @cached_property
-    def tasks(self) -> Tasks:
-        return Tasks(self.own / "tasks")
+    def tasks(self) -> TaskList:
+        return TaskList(self.own / "tasks")
 
     @cached_property
     def machine(self) -> Machine:
