@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import Problem, UserError
 from lora_trainer.core.version import __version__
-from lora_trainer.web import live, machine_now, new_run, queue_api, runs, tasks
+from lora_trainer.web import docs_api, doctor_api, live, machine_now, new_run, queue_api, runs, tasks
 from lora_trainer.web.safety import COOKIE, JSON, LOGIN, Guard, Refusal, answer_of
 from lora_trainer.web.server_state import ServerOptions, ServerState, State
 
@@ -25,6 +25,8 @@ ROUTERS: Sequence[APIRouter] = (
     new_run.router,
     queue_api.router,
     tasks.router,
+    doctor_api.router,
+    docs_api.router,
     machine_now.router,
     live.router,
 )
