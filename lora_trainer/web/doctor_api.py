@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,6 +14,12 @@ from lora_trainer.web.safety import JSON
 from lora_trainer.web.server_state import ServerState, State
 
 KIND = "doctor"
+# A command in the sentence of a fix: the program, then words, quoted or not, until the sentence ends or goes on.
+COMMAND = re.compile(
+    r"""\b(?:sudo|pip\ install|docker\ run|ulimit|timedatectl|lora-trainer|accelerate\ launch)
+    (?:\ (?!(?:in|if|or|and|to|unless|lists|shows)\b|\() (?:(?<=\ )\.(?=\ |$) | '[^']*' | "[^"]*" | [^\s,;.)'"] | [,;.)](?![\s,;.)]|$))+ )+""",
+    re.VERBOSE,
+)
 
 router = APIRouter(prefix="/api/doctor", default_response_class=JSON)
 RunId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
@@ -48,7 +55,9 @@ def show_checks(state: State, run: Annotated[str | None, Query(max_length=LONGES
     newest = next(
         (each for each in found if isinstance(each["document"], Mapping) and "lines" in each["document"]), None
     )
-    return JSON({"last": rows[0] if rows else None, "newest": newest})
+    for line in newest["document"]["lines"] if newest else ():
+        line["commands"] = COMMAND.findall(line["fix"])  # for a button that copies each
+    return JSON({"run": run, "last": rows[0] if rows else None, "newest": newest})
 
 
 def checks_of(run: str | None, state: ServerState) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,10 +24,10 @@ NAVIGATION = "mkdocs.yml"
 OTHERS = "More"  # the section of pages that the navigation does not name
 FILES = "/api/docs/files/"
 KNOWN_TAGS = re.compile(r"<br ?/?>|<code>([^<>\n]*)</code>")
-MOST_FOUND = 40
+MOST_FOUND, MOST_OF_A_PAGE = 40, 4
 AROUND = 90  # characters of an excerpt on each side of the first word
-TITLE, TERM, HEADING, BODY = 100, 30, 20, 1  # weights of the places of a word
-MOST_COUNTED = 10  # times that a word counts in a text
+TITLE, TERM, HEADING, PHRASE, BODY = 100, 40, 30, 20, 10  # weights of the places of a word, and of all in a row
+LONG = 2000  # characters of a section in which a word counts half
 
 
 def known_tags(state: StateInline, silent: bool) -> bool:
@@ -119,31 +120,51 @@ class Documentation:
     def search(self, words: str) -> list[dict[str, Any]]:
         """The sections with all of the words, those with them in titles and headings first."""
         wanted = words.casefold().split()
-        found = list[tuple[int, dict[str, Any]]]()
+        phrase = re.compile(r"[\s_.-]+".join(map(re.escape, wanted)))
+        found = list[tuple[float, dict[str, Any]]]()
         for page in self.pages.values() if wanted else ():
             for index, section in enumerate(page.sections):
-                is_first, heading = index == 0, section.heading
-                title, body = f"{page.title} {page.label}".casefold(), section.text.casefold()
-                points = [
-                    TITLE * is_first * (word in title)
-                    + TERM * (word in section.terms)
-                    + HEADING * (word in heading.text.casefold())
-                    + BODY * min(body.count(word), MOST_COUNTED)
-                    for word in wanted
-                ]
-                # A word of the title is in all of the page's sections, but only the first is found by it alone.
-                if not any(points) or not all(each or word in title for word, each in zip(wanted, points, strict=True)):
+                points = points_of(page, section, wanted, phrase)
+                if not points:
                     continue
                 row = {
                     "name": page.name,
                     "title": page.title,
-                    "heading": "" if is_first else heading.text,
-                    "anchor": "" if is_first else heading.anchor,
-                    "excerpt": excerpt(section.text, wanted),
+                    "heading": section.heading.text if index else "",
+                    "anchor": section.heading.anchor if index else "",
+                    "excerpt": excerpt(section.text, wanted, phrase),
                 }
-                found.append((sum(points), row))
+                found.append((points, row))
         found.sort(key=lambda each: -each[0])
-        return [row for _, row in found[:MOST_FOUND]]
+        shown, rows = Counter[str](), list[dict[str, Any]]()
+        for _, row in found:
+            shown[row["name"]] += 1
+            if shown[row["name"]] <= MOST_OF_A_PAGE:
+                rows.append(row)
+        return rows[:MOST_FOUND]
+
+
+def points_of(page: DocsPage, section: DocsSection, wanted: Sequence[str], phrase: re.Pattern[str]) -> float:
+    """How well a section answers a search; 0 where it lacks a word. Words count where one begins: `of` is not in `proof`."""
+    is_first = section is page.sections[0]
+    title, heading = f"{page.name} {page.title} {page.label}".casefold(), section.heading.text.casefold()
+    body, points, is_here = section.text.casefold(), 0.0, False
+    for word in wanted:
+        begins = re.compile(f"(?<![^\\W_]){re.escape(word)}")
+        count = len(begins.findall(body))
+        found = HEADING * (begins.search(heading) is not None) + BODY * count / (1 + count + len(body) / LONG)
+        in_title = begins.search(title) is not None
+        if not found and not in_title:
+            return 0.0
+        points += found + TITLE * (is_first and in_title)
+        is_here |= (
+            found > 0 or is_first
+        )  # a word of the title is in all sections, but only the first is found by it alone
+    if len(wanted) > 1:
+        points += PHRASE * sum(phrase.search(text) is not None for text in (heading, body))
+    if any(phrase.fullmatch(text) for term in section.terms for text in (term, term.rpartition(".")[2])):
+        points += TERM
+    return points if is_here else 0.0
 
 
 def documentation_folder() -> Path:
@@ -231,10 +252,12 @@ def beside(name: str, target: str) -> str:
     return normpath(PurePosixPath(name).parent / target)
 
 
-def excerpt(text: str, wanted: Sequence[str]) -> str:
-    """The words around the first place of a word."""
+def excerpt(text: str, wanted: Sequence[str], phrase: re.Pattern[str]) -> str:
+    """The words around the first place of all words in a row, or of one of them."""
     text = " ".join(text.split())
-    first = min((at for word in wanted if (at := text.casefold().find(word)) >= 0), default=0)
+    small = text.casefold()
+    places = (at for word in wanted if (at := small.find(word)) >= 0)
+    first = found.start() if (found := phrase.search(small)) else min(places, default=0)
     start, end = max(0, first - AROUND), min(len(text), first + 2 * AROUND)
     start = text.find(" ", start, first) + 1 if start else 0
     end = max(text.rfind(" ", first, end), first) if end < len(text) else end
