@@ -20,11 +20,13 @@ from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token as Mark
 from PIL import Image
 
+from lora_trainer.config.toml import setting_names
+
 NAVIGATION = "mkdocs.yml"
 OTHERS = "More"  # the section of pages that the navigation does not name
 FILES = "/api/docs/files/"
 KNOWN_TAGS = re.compile(r"<br ?/?>|<code>([^<>\n]*)</code>")
-MOST_FOUND, MOST_OF_A_PAGE = 40, 4
+MOST_FOUND, MOST_OF_A_PAGE = 40, 3
 AROUND = 90  # characters of an excerpt on each side of the first word
 TITLE, TERM, HEADING, PHRASE, BODY = 100, 40, 30, 20, 10  # weights of the places of a word, and of all in a row
 LONG = 2000  # characters of a section in which a word counts half
@@ -162,8 +164,9 @@ def points_of(page: DocsPage, section: DocsSection, wanted: Sequence[str], phras
         )  # a word of the title is in all sections, but only the first is found by it alone
     if len(wanted) > 1:
         points += PHRASE * sum(phrase.search(text) is not None for text in (heading, body))
-    if any(phrase.fullmatch(text) for term in section.terms for text in (term, term.rpartition(".")[2])):
-        points += TERM
+    named = [term for term in section.terms if phrase.fullmatch(term) or phrase.fullmatch(term.rpartition(".")[2])]
+    if named:  # our own settings before the keys of other trainers
+        points += TERM if set(named) & set(setting_names()) else TERM / 2
     return points if is_here else 0.0
 
 

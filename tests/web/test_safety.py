@@ -17,10 +17,13 @@ from lora_trainer.web.served_files import inside
 from tests.conftest import needs_links
 from tests.web.site import ADDRESS, app_of, problems_of, site, write_run
 
-READ = ("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/openapi.json")
+READ = (
+    *("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/api/doctor", "/openapi.json"),
+    *("/api/docs", "/api/docs/memory", "/api/docs/files/report.png"),
+)
 CHANGE = (
     *("/api/runs", "/api/runs/cat/resume", "/api/runs/cat/stop", "/api/runs/cat/requests", "/api/plan", "/api/import"),
-    *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel"),
+    *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel", "/api/doctor"),
 )
 OURS = {"origin": ADDRESS, "sec-fetch-site": "same-origin"}
 
