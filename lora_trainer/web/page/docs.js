@@ -10,6 +10,7 @@ export function Docs({ id, rest }) {
   const [list, , problems] = useDocument("/docs");
   const [text, setText] = useState("");
   const [isSearching, search] = useState(false);
+  const isFirst = useRef(true); // until a page was shown
   const place = [id, ...rest].filter(Boolean).join("/");
   useEffect(() => search(false), [place]);
   if (!list) return html`<h1>Docs</h1><${Problems} problems=${problems} />`;
@@ -29,7 +30,7 @@ export function Docs({ id, rest }) {
     ${isSearching
       ? html`<${Found} text=${text.trim()} onChosen=${() => search(false)} />`
       : names.has(name)
-        ? html`<${DocsPage} name=${name} anchor=${anchor} pages=${list.pages} />`
+        ? html`<${DocsPage} name=${name} anchor=${anchor} pages=${list.pages} isFirst=${isFirst} />`
         : html`<div class="empty"><h1>${list.pages.length ? "There is no such page" : "The docs are not installed"}</h1><p>${list.pages.length ? "Choose one from the list, or search." : "Install lora-trainer again: its package contains them."}</p></div>`}
   </div>`;
 }
@@ -96,7 +97,7 @@ function Marked({ text, words }) {
   return text.split(new RegExp(`(${wanted.join("|")})`, "i")).map((part, index) => (index % 2 ? html`<mark>${part}</mark>` : part));
 }
 
-function DocsPage({ name, anchor, pages }) {
+function DocsPage({ name, anchor, pages, isFirst }) {
   const [page, , problems] = useDocument(`/docs/${name}`);
   if (!page) return html`<${Problems} problems=${problems} />`;
   const label = (of) => pages.find((each) => each.name === of)?.label ?? of;
@@ -105,7 +106,7 @@ function DocsPage({ name, anchor, pages }) {
     <${Contents} page=${page} anchor=${anchor} />
     <div class="docs-text">
       ${page.section.length > 0 && html`<p class="note">${page.section.join(" › ")}</p>`}
-      <${Text} page=${page} anchor=${anchor} isShown=${isShown} />
+      <${Text} page=${page} anchor=${anchor} isShown=${isShown} isFirst=${isFirst} />
       <nav class="row docs-near" aria-label="Next pages">
         ${page.before && html`<a class="button" rel="prev" href=${link(page.before)}>← ${label(page.before)}</a>`}
         ${page.after && html`<a class="button" rel="next" href=${link(page.after)}>${label(page.after)} →</a>`}
@@ -121,16 +122,15 @@ function Contents({ page, anchor }) {
       onClick=${() => heading.anchor === anchor && show(document.getElementById(anchor))}>${heading.text}</a></li>`)}</ul></details></nav>`;
 }
 
-// Scrolls to a heading, and lets the keyboard and screen readers continue there.
-function show(heading) {
+// Lets the keyboard and screen readers continue at a heading, and scrolls to it where the address names it.
+function show(heading, isNamed = true) {
   heading.tabIndex = -1;
-  heading.scrollIntoView();
+  if (isNamed) heading.scrollIntoView();
   heading.focus({ preventScroll: true });
 }
 
-function Text({ page, anchor, isShown }) {
+function Text({ page, anchor, isShown, isFirst }) {
   const place = useRef(null);
-  const isFirst = useRef(true);
   useEffect(() => {
     document.title = `${page.title} · lora-trainer`;
     return enriched(place.current);
@@ -138,11 +138,8 @@ function Text({ page, anchor, isShown }) {
   useEffect(() => {
     if (!isShown) return;
     const heading = place.current.querySelector(anchor ? `[id="${CSS.escape(anchor)}"]` : "h1");
-    if (heading && anchor) show(heading);
-    else if (heading && !isFirst.current) {
-      heading.tabIndex = -1;
-      heading.focus({ preventScroll: true });
-    }
+    const isChosen = document.activeElement?.tagName === "SELECT"; // whose next key may choose another page
+    if (heading && (anchor || !(isFirst.current || isChosen))) show(heading, anchor !== "");
     isFirst.current = false;
   }, [page, anchor, isShown]);
   // Safe as HTML: the server made it from the Markdown files of this package, in which HTML is text (documentation.py),
