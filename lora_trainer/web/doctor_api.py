@@ -14,7 +14,7 @@ from lora_trainer.web.safety import JSON
 from lora_trainer.web.server_state import ServerState, State
 
 KIND = "doctor"
-# A command in the sentence of a fix: the program, then words, quoted or not, until the sentence ends or goes on.
+# A command in the sentence of a fix: the program, then words, quoted or not, until the sentence ends or continues.
 COMMAND = re.compile(
     r"""\b(?:sudo|pip\ install|docker\ run|ulimit|timedatectl|lora-trainer|accelerate\ launch)
     (?:\ (?!(?:in|if|or|and|to|unless|lists|shows)\b|\() (?:(?<=\ )\.(?=\ |$) | '[^']*' | "[^"]*" | [^\s,;.)'"] | [,;.)](?![\s,;.)]|$))+ )+""",

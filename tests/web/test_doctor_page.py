@@ -136,5 +136,5 @@ def test_commands_of_every_documented_fix_can_be_copied(checkout: Path) -> None:
         "ulimit -n 4096",
         "ulimit -v unlimited",
     }
-    sentence = "go on: lora-trainer train --config 'a, b. c.toml' --resume. Then look."
+    sentence = "continue: lora-trainer train --config 'a, b. c.toml' --resume. Then look."
     assert COMMAND.findall(sentence) == ["lora-trainer train --config 'a, b. c.toml' --resume"]
