@@ -101,11 +101,11 @@ class Documentation:
     def _resolve(self, page: DocsPage, mark: Mark) -> None:
         """Make a link lead to a page of the server or to another site, and an image come from the server."""
         if mark.type == "image":
-            path = self.images.get(beside(page.name, str(mark.attrs.pop("src", ""))))
-            if path is not None:
-                with Image.open(path) as image:  # with its size the text does not move when it comes
+            shown = self.images.get(beside(page.name, str(mark.attrs.pop("src", ""))))
+            if shown is not None:
+                with Image.open(shown) as image:  # with its size the text does not move when it comes
                     mark.attrs |= {"width": image.width, "height": image.height}
-                mark.attrSet("src", FILES + quote(path.relative_to(self.folder).as_posix()))
+                mark.attrSet("src", FILES + quote(shown.relative_to(self.folder).as_posix()))
             mark.attrs["loading"] = "lazy"
         elif mark.type == "link_open":
             target = str(mark.attrs.pop("href", ""))
@@ -252,7 +252,7 @@ def anchor_of(heading: str, used: set[str]) -> str:
 
 def beside(name: str, target: str) -> str:
     """A relative target on the page `name`, as a path below the folder of the pages."""
-    return normpath(PurePosixPath(name).parent / target)
+    return str(normpath(PurePosixPath(name).parent / target))
 
 
 def excerpt(text: str, wanted: Sequence[str], phrase: re.Pattern[str]) -> str:

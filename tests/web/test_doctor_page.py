@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from lora_trainer.core.io import write_json
 from lora_trainer.web.doctor_api import COMMAND
 from lora_trainer.web.task_process import DOCUMENT, END
-from lora_trainer.web.tasks import TASK, Tasks
+from lora_trainer.web.tasks import TASK, TaskList
 from tests.conftest import needs_links
 from tests.web.site import app_of, problems_of, site, write_run
 
@@ -32,7 +32,7 @@ def client(tmp_path: Path) -> TestClient:
 
 def write_check(client: TestClient, number: int, document: object, *, code: int = 0, run: str | None = None) -> None:
     """A check that has ended, as its process leaves it."""
-    tasks: Tasks = app_of(client).state.server.tasks
+    tasks: TaskList = app_of(client).state.server.tasks
     place = tasks.folder / str(number)
     place.mkdir(parents=True)
     about = {"run": run}
