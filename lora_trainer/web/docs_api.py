@@ -52,6 +52,7 @@ def show_docs_page(name: str) -> Response:
     headings = [
         {"level": each.heading.level, "text": each.heading.text, "anchor": each.heading.anchor}
         for each in page.sections
+        if each.heading.text
     ]
     return JSON(
         {

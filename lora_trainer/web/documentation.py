@@ -88,10 +88,10 @@ class Documentation:
     def html(self, page: DocsPage) -> str:
         """The page as HTML. Its Markdown cannot bring markup, addresses or styles of its own."""
         marks = MARKDOWN.parse((self.folder / f"{page.name}.md").read_text("utf-8"))
-        anchors = iter(section.heading.anchor for section in page.sections)
+        anchors = (section.heading.anchor for section in page.sections if section.heading.anchor)
         for mark in marks:
             if mark.type == "heading_open":
-                mark.attrSet("id", next(anchors))
+                mark.attrSet("id", next(anchors, ""))
             elif mark.type in ("th_open", "td_open") and "right" in str(mark.attrs.pop("style", "")):
                 mark.attrJoin("class", "number")  # a style would be refused by the page's security policy
             for child in mark.children or ():
@@ -194,7 +194,7 @@ def _read(folder: Path, navigation: Path, files: Sequence[tuple[Path, int]]) -> 
     pages = {}
     for name in (each for each in names if each in paths):
         sections = tuple(sections_of(paths[name].read_text("utf-8")))
-        title = sections[0].heading.text or name
+        title = sections[0].heading.text or name.removesuffix(".md")
         label, section = places.get(name, (title, (OTHERS,)))
         pages[name.removesuffix(".md")] = DocsPage(name.removesuffix(".md"), title, label, section, sections)
     return Documentation(folder, pages, {name: path for name, path in paths.items() if name.endswith(".png")})

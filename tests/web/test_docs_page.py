@@ -142,6 +142,13 @@ def test_markdown_cannot_bring_markup(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(2)" in html
 
 
+def test_a_page_may_begin_without_a_heading(tmp_path: Path) -> None:
+    html = in_folder(tmp_path / "docs", "some text\n\n# Page\n\n## Part\n\n## Part\n\n## 日本語\n")
+    assert re.findall(r'id="([^"]*)"', html) == ["page", "part", "part_1", "_1"]
+    pages = read_documentation(tmp_path / "docs").pages
+    assert (pages["page"].title, pages["page"].section) == ("page", ("More",))
+
+
 def test_a_changed_page_is_read_again(tmp_path: Path) -> None:
     assert "first" in in_folder(tmp_path / "docs", "# Page\n\nfirst\n")
     os.utime(tmp_path / "docs" / "page.md", (1.0, 1.0))
