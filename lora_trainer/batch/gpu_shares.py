@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.memory_plan.estimate import LARGEST_SHARE, what_would_fit
 from lora_trainer.run.plans.plan import Plan, make_plan
 
-MOST_ON_ONE = 20  # jobs on one GPU
+# The shares, in order: 0.05, 0.1, … and 1/2, 1/3, …, in the four digits that Ray counts.
+STEPS = tuple(sorted({jobs / 20 for jobs in range(1, 21)} | {10_000 // jobs / 10_000 for jobs in range(1, 21)}))
+CHOICES = ("micro", "checkpointed", "precision", "swapped")  # of a plan for training
 NO_PLACES = {"path": "", "captions_file": None}  # of a source: they change no plan
 ORIGIN = "GPU share"  # of `memory.limit_gib` in a run's record
 HIDDEN_GIB = 0.5  # of a GPU's size in its name: one of 24 GB shows a little less
@@ -44,15 +46,6 @@ class GpuShare:
         if self.peak_gib is not None:
             return f"{self.gpus:g} (plan: {self.peak_gib:.1f} GiB{of})"
         return f"{self.gpus:g}{f' ({of.strip()})' if of else ''}"
-
-
-def steps_of_share() -> tuple[float, ...]:
-    """The shares that are used, in order: 0.05, 0.1, … and 1/2, 1/3, …, in the four digits that Ray counts."""
-    twentieths = {count / 20 for count in range(1, 21)}
-    return tuple(sorted(twentieths | {math.floor(10_000 / jobs) / 10_000 for jobs in range(1, MOST_ON_ONE + 1)}))
-
-
-STEPS = steps_of_share()
 
 
 def share_of_limit(limit_gib: float | None, gpu_gib: float | None) -> float:
@@ -126,15 +119,16 @@ class GpuShares:
         for size in sizes:
             try:
                 plan = make_plan(resolved, gpu_gib=size, data=((), ()))
-            except Exception as error:  # noqa: BLE001  a batch must not end for want of a plan
-                reason = str(error).splitlines()[0] if str(error) else ""
-                self.unplanned[key] = reason or type(error).__name__
+                share = share_of_plan(resolved, plan, size) if plan.fits is not False else None
+            except UserError as error:
+                self.unplanned[key] = str(error.problems[0].message if error.problems else error)
                 return GpuShare(share_of_limit(own, sizes[0]))
-            if plan.fits is not False:
-                share = share_of_plan(resolved, plan, size)
-                if share.gpus == 1.0 and own is None and self.differ:  # the same plan wherever the job continues
-                    share = replace(share, limit_gib=size)
-                return share
+            except Exception as error:  # noqa: BLE001  a batch must not end for want of a plan
+                self.unplanned[key] = f"{type(error).__name__}: {error}"
+                return GpuShare(share_of_limit(own, sizes[0]))
+            if share is not None:
+                alike = share.gpus == 1.0 and own is None and self.differ  # the same plan wherever the job continues
+                return replace(share, limit_gib=size) if alike else share
         assert plan is not None
         fix = " ".join(what_would_fit(plan.demand))
         raise UsageError(
@@ -157,16 +151,10 @@ def share_of_plan(resolved: Resolved, plan: Plan, gpu_gib: float) -> GpuShare:
         if limit is None or peak > LARGEST_SHARE * limit:
             continue
         smaller = make_plan(limited(resolved, limit), gpu_gib=gpu_gib, data=((), ()))
-        if smaller.fits is not False and is_same(smaller, plan):
+        is_same = all(getattr(smaller.fit, name) == getattr(plan.fit, name) for name in CHOICES)
+        if is_same and smaller.fits is not False:
             return GpuShare(share, gpu_gib, peak, limit)
     return GpuShare(1.0, gpu_gib, peak)
-
-
-def is_same(one: Plan, other: Plan) -> bool:
-    """Whether two plans train alike."""
-    return all(
-        getattr(one.fit, name) == getattr(other.fit, name) for name in ("micro", "checkpointed", "precision", "swapped")
-    )
 
 
 def lines_of(shares: Sequence[tuple[GpuShare, float | None]]) -> list[str]:

@@ -55,13 +55,13 @@ def read_moved(
         path = Path(place)
         return str(folder / path.relative_to(path.anchor))
 
-    def moved_source(source: SourceSection) -> SourceSection:
+    now = []
+    for source in sources:
         changed: dict[str, Any] = {name: moved(getattr(source, name)) for name in ("path", "captions_file", "masks")}
         changed["control_images"] = tuple(moved(each) for each in source.control_images)
-        return source.model_copy(update=changed)
-
+        now.append(source.model_copy(update=changed))
     with known_as({there: ""}):
-        manifest, findings = read([moved_source(source) for source in sources])
+        manifest, findings = read(now)
     notes = tuple(note.replace(there, "") for note in manifest.notes)
     own = (replace(each, message=each.message.replace(there, ""), fix=each.fix.replace(there, "")) for each in findings)
     return replace(manifest, notes=notes), tuple(own)

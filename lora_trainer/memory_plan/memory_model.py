@@ -73,7 +73,8 @@ def traced_memory_model(
             return asdict(traced_footprint(subject(sizes.rank, form), resident))
 
         found = Footprint(**remembered(f"{form} {resident}", measure))
-        away = freed(kept)[sizes.swapped] if sizes.swapped else 0
+        less = freed(kept) if sizes.swapped else [0]
+        away = less[min(sizes.swapped, len(less) - 1)]  # in 4 bits a tiny model has fewer blocks that are worth a swap
         return replace(found, weights=weights(kept) - away)
 
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)

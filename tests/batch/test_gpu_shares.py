@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_trainer.batch import gpu_shares
 from lora_trainer.batch.gpu_shares import STEPS, GpuShares, limit_of, limited, lines_of, share_of_limit
 from lora_trainer.config.layers import Layer, Resolved
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.memory_plan.estimate import LARGEST_SHARE
 from lora_trainer.run.plans.plan import make_plan
 from lora_trainer.run.settings import settle
@@ -106,7 +106,7 @@ def test_equal_settings_are_planned_once_and_jobs_without_a_plan_have_their_limi
     def plan(resolved: Resolved, **others: object) -> object:
         made.append(resolved)
         if resolved.config.model.family == "flux":
-            raise UsageError("There is no model ./flux.\nMore.")
+            raise UsageError(Problem("There is no model ./flux.", "Name another."))
         return make_plan(resolved, **others)
 
     monkeypatch.setattr(gpu_shares, "make_plan", plan)
@@ -125,8 +125,7 @@ def test_equal_settings_are_planned_once_and_jobs_without_a_plan_have_their_limi
     ]
     assert {share.gpus for share in without} == {0.3333}
     assert len(made) == planned + 1
-    assert list(shares.no_plan.values()) == [3]
-    assert "There is no model ./flux." in next(iter(shares.no_plan))
+    assert shares.no_plan == {"There is no model ./flux.": 3}
 
 
 def test_gpus_of_unknown_memory_are_not_shared_without_a_limit():

@@ -8,6 +8,7 @@ travel through Ray's object store (`data_pack.py`). Ray's own retries are off: t
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import math
 import os
@@ -62,7 +63,7 @@ class TaskOrder:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskEnd:
     """How a task ended: an exit code, and the problems, with fixes, that kept it from beginning. `too_small` is the node whose
     GPU is smaller than that of the job's share, with its GiB."""
 
@@ -355,7 +356,7 @@ class Tasks:
         try:
             ended = ray.get(task)
         except ray.exceptions.RayTaskError as error:  # such as a node without this package
-            ended = Answer(1, [(f"a node cannot run it: {str(error.cause or error).splitlines()[-1]}", "")])
+            ended = TaskEnd(1, [(f"a node cannot run it: {str(error.cause or error).splitlines()[-1]}", "")])
         except ray.exceptions.RayError as error:
             plain_console().print(f"{name}: its node or worker was lost ({type(error).__name__}); it will be continued")
             return
@@ -382,7 +383,7 @@ class Tasks:
         self.names.clear()
 
 
-def work_on_node(order: TaskOrder) -> Answer:
+def work_on_node(order: TaskOrder) -> TaskEnd:
     """A task: train this job of the batch, once."""
     import ray
 
@@ -399,30 +400,30 @@ def work_on_node(order: TaskOrder) -> Answer:
 
     try:
         if order.share.gpus and is_smaller(gib := min(gpu_gibs(), default=None), order.share):
-            return Answer(0, too_small=(ray.get_runtime_context().get_node_id(), gib or 0.0))
+            return TaskEnd(0, too_small=(ray.get_runtime_context().get_node_id(), gib or 0.0))
         with ExitStack() as stack:
             folder = None
             if order.data is not None:
-                scratch = Path(order.scratch) if order.scratch else Path(tempfile.gettempdir()) / scratch_name()
+                scratch = (
+                    Path(order.scratch)
+                    if order.scratch
+                    else Path(tempfile.gettempdir(), f"lora-trainer-data-{getattr(os, 'getuid', getpass.getuser)()}")
+                )
                 pieces = (ray.get(piece) for piece in order.data.pieces)
                 folder = stack.enter_context(copied(order.data, pieces, scratch.resolve()))
             stack.enter_context(data_below(folder))
-            return Answer(run_worker(Path(order.output), plain_console(), order.name, adapt))
+            return TaskEnd(run_worker(Path(order.output), plain_console(), order.name, adapt))
     except UserError as error:
-        return Answer(error.exit_code, [(problem.message, problem.fix) for problem in error.problems])
+        return TaskEnd(error.exit_code, [(problem.message, problem.fix) for problem in error.problems])
     except KeyboardInterrupt:  # cancelled by Ray, before the job began
-        return Answer(INTERRUPTED)
+        return TaskEnd(INTERRUPTED)
     except SystemExit as leaving:  # Ray would take it for a crash
-        return Answer(leaving.code if isinstance(leaving.code, int) else INTERRUPTED)
+        return TaskEnd(leaving.code if isinstance(leaving.code, int) else INTERRUPTED)
 
 
 def is_smaller(gib: float | None, share: GpuShare) -> bool:
     """Whether a GPU is smaller than that of a share."""
     return gib is not None and share.gpu_gib is not None and gib + HIDDEN_GIB < share.gpu_gib
-
-
-def scratch_name() -> str:
-    return f"lora-trainer-data-{os.getuid()}" if hasattr(os, "getuid") else "lora-trainer-data"
 
 
 def ask_nodes(output: Path) -> dict[str, float | None]:
