@@ -140,7 +140,8 @@ def run_worker(output: Path, console: Console, name: str | None = None, adapt: A
     """Take jobs of the batch in `output` until none waits; 0, or the code of the signal that stopped it.
 
     With `name` only that job, once; the result is the job's exit code. A job that a signal stops waits again, for the next
-    worker. `adapt` changes each job's settings for this machine. How jobs end is in the batch's summary. Raises UsageError where there is no batch, or no such job.
+    worker. `adapt` changes each job's settings for this machine. How jobs end is in the batch's summary. Raises UsageError
+    where there is no batch, or no such job.
     """
     store = store_of(output)
     if name is not None:
