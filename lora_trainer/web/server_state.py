@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.web.children import Children
 from lora_trainer.web.live import Watcher
+from lora_trainer.web.lora_list import LoraList
 from lora_trainer.web.machine_now import Machine
 from lora_trainer.web.planner import Planner
 from lora_trainer.web.run_columns import MetricsOfRuns
@@ -56,6 +57,10 @@ class ServerState:
     @cached_property
     def runs(self) -> RunList:
         return RunList(self.output)
+
+    @cached_property
+    def loras(self) -> LoraList:
+        return LoraList(self.output, self.own, self.roots, self.runs.rows)
 
     @cached_property
     def children(self) -> Children:
