@@ -18,7 +18,7 @@ from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_head
 from lora_trainer.export.keys import HINTS, Key, read_key, resolve
 from lora_trainer.models.lora_names import all_names, family_by_header, family_by_text
 
-KINDS = {  # beginnings of the parts of a module, and the kind that has them; the first one found counts
+KINDS = {  # beginnings of the parts of a module, and the kind that has them
     "dora_scale": "DoRA",
     "lora_magnitude_vector": "DoRA",
     "lokr_": "LoKr",
@@ -26,6 +26,7 @@ KINDS = {  # beginnings of the parts of a module, and the kind that has them; th
     "oft_": "OFT",
     "diff": "whole weights",
     "up": "LoRA",
+    "down": "LoRA",
 }
 FORMATS = {  # beginnings of keys
     "lora_": "kohya",
@@ -43,6 +44,7 @@ NUMBERS = {
     "F16": "<e",
     "BF16": "<f",
 }  # how one alpha is stored; bf16 is the upper half of fp32
+TYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}  # in the words of the settings
 MOST_TEXT = 200  # characters of an entry of the header
 ADAPTER = "lora_adapter_metadata"  # peft's config, in diffusers' format
 
@@ -72,22 +74,23 @@ def read_lora_facts(path: Path) -> tuple[LoraFacts, dict[str, str]]:
     metadata: dict[str, str] = header.pop(METADATA, {})
     keys = {key: read for key in header if (read := read_key(key)) is not None}
     parts = {read.part for read in keys.values()}
-    kind = next((kind for part, kind in KINDS.items() if any(each.startswith(part) for each in parts)), None)
-    if kind is None:
+    kinds = {kind for start, kind in KINDS.items() if any(each.startswith(start) for each in parts)}
+    if not kinds:
         return LoraFacts(None), metadata
-    pairs = {key: read for key, read in keys.items() if read.part in ("up", "down")}
-    ranks = Counter(int((header[key]["shape"] or [0])[0]) for key, read in pairs.items() if read.part == "down")
-    carrying = [key for key, read in keys.items() if read.part != "alpha"]
+    kinds -= {"LoRA"} if "DoRA" in kinds else set()  # its pairs are those of a LoRA
+    ranks = Counter(int((header[key]["shape"] or [0])[0]) for key, read in keys.items() if read.part == "down")
+    types = Counter(str(header[key]["dtype"]) for key, read in keys.items() if read.part != "alpha")
+    first = next(key for key, read in keys.items() if read.part != "alpha")
     facts = LoraFacts(
-        kind,
-        format=next((name for start, name in FORMATS.items() if carrying[0].startswith(start)), "other"),
+        " and ".join(sorted(kinds)),
+        format=next((name for start, name in FORMATS.items() if first.startswith(start)), "other"),
         family=_family(header, keys, metadata),
         base=_entry(metadata, "ss_sd_model_name"),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         ranks=(min(ranks), max(ranks)) if ranks else None,
         alpha=_alpha(path, header, keys, metadata),
         modules=len({read.name for read in keys.values()}),
-        dtype=Counter(str(header[key]["dtype"]) for key in carrying).most_common(1)[0][0],
+        dtype=TYPES.get(dtype := types.most_common(1)[0][0], dtype.lower()),
         trigger=_entry(metadata, "modelspec.trigger_phrase"),
         title=_entry(metadata, "modelspec.title") or _entry(metadata, "ss_output_name"),
         steps=int(steps) if (steps := _entry(metadata, "ss_steps")).isdecimal() else None,

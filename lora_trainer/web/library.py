@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from lora_trainer.models.detection import detect_family
 from lora_trainer.models.lora_facts import read_lora_facts
 from lora_trainer.web.asked_settings import Text
 from lora_trainer.web.lora_list import ENDING, LIBRARY, TOKENS, preview_beside
-from lora_trainer.web.lora_tools import AskedTool, named_model, start_tool
+from lora_trainer.web.lora_tools import AskedTool, name_of_model, named_model, start_tool
 from lora_trainer.web.safety import JSON, Refusal, allowed
 from lora_trainer.web.sample_sheets import (
     AskedSheet,
@@ -51,7 +52,7 @@ def list_loras(state: State) -> Response:
     """All LoRA files, newest first, by their headers; `pending` of them were not read yet: ask again."""
     rows, pending = state.loras.rows()
     previews = sheet_previews(state)
-    rows = [{**row, "preview": row["preview"] or previews.get(row["id"])} for row in rows]
+    rows = [{**row, "preview": preview_of(row, previews)} for row in rows]
     counts: dict[str, int] = {}
     for row in rows:
         counts[row["folder"]] = counts.get(row["folder"], 0) + 1
@@ -61,6 +62,12 @@ def list_loras(state: State) -> Response:
     return JSON(
         {"loras": rows, "count": len(rows), "pending": pending, "folders": folders, "library": str(state.loras.library)}
     )
+
+
+def preview_of(row: Mapping[str, Any], previews: Mapping[str, str]) -> str | None:
+    """An image for a file: the one beside it, the newest that was generated with it, else the newest of its run."""
+    beside: str | None = row["preview"] if row["from"] != "run" else None
+    return beside or previews.get(row["id"]) or row["preview"]
 
 
 @router.post("/folders", status_code=201)
@@ -135,8 +142,7 @@ def show_lora(lora: str, state: State) -> Response:
         header = {}
     task = inspection_of(row, state)
     found = None if task is None or task["status"] == "running" else state.tasks.document(task["id"])
-    preview = row["preview"] or sheet_previews(state).get(lora)
-    return JSON({**row, "preview": preview, "header": header, "inspection": found})
+    return JSON({**row, "preview": preview_of(row, sheet_previews(state)), "header": header, "inspection": found})
 
 
 def inspection_of(row: dict[str, Any], state: ServerState) -> dict[str, Any] | None:
@@ -176,11 +182,8 @@ def list_bases(lora: str, state: State) -> Response:
     for named, family in families.items():
         with contextlib.suppress(Refusal):
             fits = None if family is None or row["family"] is None else family == row["family"]
-            is_builtin = named == builtin
-            name = "built-in miniature model" if is_builtin else os.path.basename(named.rstrip("/")) or named
-            model = named_model(named, state)
-            found.append({"model": model, "name": name, "family": family, "is_builtin": is_builtin, "fits": fits})
-            found[-1]["is_default"] = named == own
+            about = {"model": named_model(named, state), "name": name_of_model(named), "family": family, "fits": fits}
+            found.append({**about, "is_builtin": named == builtin, "is_default": named == own})
     found.sort(key=lambda each: (not each["is_default"], each["fits"] is False, each["is_builtin"]))
     return JSON({"bases": found})
 

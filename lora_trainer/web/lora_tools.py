@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
 from lora_trainer.models import FAMILIES
@@ -247,3 +248,8 @@ def named_model(named: str, state: ServerState) -> str:
     if not path.exists():
         raise Refusal(422, Problem(f"{path} is not there.", "Choose a model's folder or file."))
     return str(path)
+
+
+def name_of_model(named: str) -> str:
+    """What people call a model: the last part of its path."""
+    return "built-in miniature model" if named == str(BASE_FOLDER) else Path(named).name or named

@@ -19,7 +19,7 @@ from lora_trainer.core.io import read_json, write_json
 from lora_trainer.report.read import mapping, sequence
 from lora_trainer.report.record import read_record
 from lora_trainer.web.asked_settings import Text, refuse_outside
-from lora_trainer.web.lora_tools import named_model
+from lora_trainer.web.lora_tools import name_of_model, named_model
 from lora_trainer.web.run_list import folder_of
 from lora_trainer.web.safety import Refusal
 from lora_trainer.web.server_state import ServerState
@@ -164,7 +164,7 @@ def sheet_document(folder: Path, state: ServerState) -> dict[str, Any]:
         "task": task,
         "status": status,
         **{key: kept[key] for key in ("lora", "name", "model", "created", "negative_prompt")},
-        "base": Path(kept["model"]).name if kept["model"] else None,
+        "base": name_of_model(kept["model"]) if kept["model"] else "that of its run",
         **{key: recipe.get(key) for key in ("family", "steps", "guidance", "size", "scheduler")},
         "columns": columns,
         "rows": [

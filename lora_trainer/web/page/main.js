@@ -9,6 +9,7 @@ const PAGES = [
   ["", "Runs", async () => Start],
   ["new", "New run", async () => (await import("./new_run.js")).NewRun],
   ["queue", "Queue", async () => (await import("./queue.js")).Queue],
+  ["library", "Library", async () => (await import("./library.js")).Library],
   ["doctor", "Doctor", async () => (await import("./doctor.js")).Doctor],
   ["docs", "Docs", async () => (await import("./docs.js")).Docs],
 ];
