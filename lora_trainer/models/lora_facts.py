@@ -24,7 +24,7 @@ KINDS = {  # beginnings of the parts of a module, and the kind that has them
     "lokr_": "LoKr",
     "hada_": "LoHa",
     "oft_": "OFT",
-    "diff": "whole weights",
+    "diff": "changes of whole weights",
     "up": "LoRA",
     "down": "LoRA",
 }
@@ -59,7 +59,7 @@ class LoraFacts:
     base: str = ""  # the base model's name in the header
     rank: int | None = None  # of most modules
     ranks: tuple[int, int] | None = None  # the lowest and the highest
-    alpha: float | None = None  # of the file's tensors
+    alpha: float | None = None  # of the file's tensors; the rank where it has none
     modules: int = 0
     dtype: str = ""
     trigger: str = ""
@@ -88,7 +88,7 @@ def read_lora_facts(path: Path) -> tuple[LoraFacts, dict[str, str]]:
         base=_entry(metadata, "ss_sd_model_name"),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         ranks=(min(ranks), max(ranks)) if ranks else None,
-        alpha=_alpha(path, header, keys, metadata),
+        alpha=_alpha(path, header, keys, metadata) or (float(ranks.most_common(1)[0][0]) if ranks else None),
         modules=len({read.name for read in keys.values()}),
         dtype=TYPES.get(dtype := types.most_common(1)[0][0], dtype.lower()),
         trigger=_entry(metadata, "modelspec.trigger_phrase"),

@@ -174,8 +174,11 @@ def needed_problems(asked: AskedTool) -> list[Problem]:
         (f"extract needs {', '.join(lacking)}.", "Give each of them."): bool(lacking),
         ("convert needs a format.", f"One of: {', '.join((*FORMATS, LOWERED, COMFYUI))}."): tool == "convert"
         and to is None,
-        ("A plain LoRA of another kind needs a rank.", "For example 32."): to == LOWERED and not has_rank,
-        ("For ComfyUI the base model is needed.", "Name the one that the DoRA was trained on."): to == COMFYUI
+        ("A plain LoRA of another kind needs a rank.", "For example 32."): tool == "convert"
+        and to == LOWERED
+        and not has_rank,
+        ("For ComfyUI the base model is needed.", "Name the one that the DoRA was trained on."): tool == "convert"
+        and to == COMFYUI
         and asked.model is None,
         (f"{to} is exact and takes neither rank nor base model.", "Leave them out."): tool == "convert"
         and to in FORMATS
@@ -199,7 +202,7 @@ def file_problems(asked: AskedTool, rows: Sequence[Mapping[str, Any]]) -> list[P
     whole = [row for row in rows if row["kind"] is not None]
     is_any = (asked.tool == "convert" and asked.to in (LOWERED, None)) or asked.of == "parameters"
     for row in whole:
-        if asked.to == COMFYUI and row["kind"] != "DoRA":
+        if asked.tool == "convert" and asked.to == COMFYUI and row["kind"] != "DoRA":
             found.append(Problem(f"{row['name']} is a {row['kind']}.", "ComfyUI computes it exactly as it is."))
         elif asked.to != COMFYUI and not is_any and row["kind"] != PLAIN:
             message = f"{row['name']} is a {row['kind']}: {asked.tool} takes LoRA files."

@@ -19,11 +19,12 @@ from tests.web.site import ADDRESS, app_of, problems_of, site, write_run
 
 READ = (
     *("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/api/doctor", "/openapi.json"),
-    *("/api/docs", "/api/docs/memory", "/api/docs/files/report.png"),
+    *("/api/docs", "/api/docs/memory", "/api/docs/files/report.png", "/api/loras"),
 )
 CHANGE = (
     *("/api/runs", "/api/runs/cat/resume", "/api/runs/cat/stop", "/api/runs/cat/requests", "/api/plan", "/api/import"),
     *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel", "/api/doctor"),
+    *("/api/loras/tools", "/api/loras/sheets", "/api/loras/folders"),
 )
 OURS = {"origin": ADDRESS, "sec-fetch-site": "same-origin"}
 

@@ -47,7 +47,7 @@ function List() {
   const chosen = now.chosen.map((id) => byId.get(id)).filter(Boolean);
   const wanted = now.text.trim().toLowerCase();
   const fits = (row) =>
-    (!wanted || `${row.name} ${row.title ?? ""} ${row.trigger ?? ""} ${row.run_name ?? ""} ${row.made_of ?? ""} ${row.base ?? ""}`.toLowerCase().includes(wanted)) &&
+    (!wanted || `${stemOf(row.name)} ${row.title ?? ""} ${row.trigger ?? ""} ${row.run_name ?? ""} ${row.made_of ?? ""} ${row.base ?? ""}`.toLowerCase().includes(wanted)) &&
     (!now.family || (row.family ?? "unknown") === now.family) &&
     (!now.kind || (row.is_damaged ? "damaged" : row.kind) === now.kind) &&
     (!now.from || row.from === now.from) &&
@@ -58,7 +58,7 @@ function List() {
   const select = (label, name, all, options) => html`<select aria-label=${label} value=${now[name]} onChange=${(event) => { change({ [name]: event.target.value }); show(AT_ONCE); }}>
     <option value="">${all}</option>${options.map((each) => html`<option value=${each}>${each}</option>`)}</select>`;
   return html`
-    <div class="head"><h1>Library</h1><span class="lead">${whole(found.length)} LoRAs${document.pending ? `, ${whole(document.pending)} files are being read` : ""}</span>
+    <div class="head"><h1>Library</h1><span class="lead">${counted(found.length, "LoRA")}${document.pending ? `, ${counted(document.pending, "file")} to be read` : ""}</span>
       <div class="right"><${Button} onClick=${() => ask("extract")}>Extract from a model<//><${Button} onClick=${() => ask("folders")}>Folders<//></div></div>
     <${ToolTasks} />
     ${files.length > 0 && html`<div class="filters">
@@ -84,7 +84,9 @@ function List() {
     ${["merge", "average", "extract"].includes(asks) && html`<${ToolDialog} tool=${asks} rows=${asks === "extract" ? [] : chosen} onClose=${() => ask(null)} onStarted=${() => { ask(null); change({ chosen: [] }); window.scrollTo(0, 0); }} />`}`;
 }
 
-export const stemOf = (name) => name.replace(/(\.diffusers)?\.safetensors$/, "");
+const counted = (number, what) => `${whole(number)} ${what}${number === 1 ? "" : "s"}`;
+
+const stemOf = (name) => name.replace(/(\.diffusers)?\.safetensors$/, "");
 
 function Card({ row, isChosen, onChoose }) {
   const name = stemOf(row.name);
@@ -111,7 +113,7 @@ function Folders({ document, onChange, onClose }) {
   const add = () => action.act(async () => { await post("/loras/folders", { path: path.trim() }); set(""); await onChange(); });
   return html`<${Dialog} title="Folders with LoRA files" onClose=${onClose}>
     <p class="about">Files of the runs and of the tools are always listed. Add folders of other programs, such as ComfyUI's models/loras; nothing is written there.</p>
-    <ul class="legend">${document.folders.map((each) => html`<li><span>${each.path}${each.is_there ? "" : " (not there now)"}</span><b>${whole(each.count)} files</b>
+    <ul class="legend">${document.folders.map((each) => html`<li><span>${each.path}${each.is_there ? "" : " (not there now)"}</span><b>${counted(each.count, "file")}</b>
       <${Button} kind="small" aria-label=${`Remove ${each.path}`} busy=${action.busy} onClick=${() => action.act(async () => { await remove(`/loras/folders?path=${encodeURIComponent(each.path)}`); await onChange(); })}>Remove<//></li>`)}</ul>
     <${PathField} label="Folder" value=${path} kinds=${["folder"]} onChange=${set} />
     <${Result} action=${action} />

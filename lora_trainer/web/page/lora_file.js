@@ -96,5 +96,5 @@ function Blocks({ name, part }) {
   const rows = Object.entries(part.blocks);
   const most = Math.max(...rows.map(([, norm]) => norm ?? 0), 1e-12);
   return html`<p class="part-name"><b>${name}</b> <span class="note">${whole(part.modules)} layers, ${shown(part.norm)} in all</span></p>
-    <ul class="bars">${rows.map(([block, norm]) => html`<li><span>${block}</span><span class="bar-of" role="img" aria-label=${`${block}: ${shown(norm)}`}><i style=${{ width: `${(100 * (norm ?? 0)) / most}%` }}></i></span><b>${shown(norm)}</b></li>`)}</ul>`;
+    <ul class="bars">${rows.map(([block, norm]) => html`<li><span>${block}</span><span class="meter-of" role="img" aria-label=${`${block}: ${shown(norm)}`}><i style=${{ width: `${(100 * (norm ?? 0)) / most}%` }}></i></span><b>${shown(norm)}</b></li>`)}</ul>`;
 }

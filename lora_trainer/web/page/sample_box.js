@@ -65,7 +65,7 @@ export function SampleBox({ lora }) {
     <details><summary>Steps, size, guidance</summary><div class="three">
       ${field("num_inference_steps", "Steps", "Empty: usual for the model")}${field("guidance_scale", "Guidance scale", "Empty: usual for the model")}${field("negative_prompt", "Negative prompt")}
       ${field("width", "Width", "Empty: the model's own")}${field("height", "Height", "Empty: the model's own")}</div></details>
-    <div class="row"><${Button} kind="main" busy=${action.busy || isRunning} disabled=${!lines.length} onClick=${generate}>Generate ${whole(count)} images<//>
+    <div class="row"><${Button} kind="main" busy=${action.busy || isRunning} disabled=${!lines.length} onClick=${generate}>Generate ${whole(count)} image${count === 1 ? "" : "s"}<//>
       <span class="note">${isRunning ? "One sheet at a time is generated here." : ""}</span></div>
     <${Result} action=${{ ...action, problems: [...problems, ...action.problems] }} /></section>
     ${(sheets?.sheets ?? []).map((sheet, at) => html`<${Sheet} key=${sheet.id} sheet=${sheet} isOpen=${at === 0} onChange=${load} />`)}`;
