@@ -20,6 +20,7 @@ from lora_trainer.models.detection import detect_family
 from lora_trainer.models.lora_facts import read_lora_facts
 from lora_trainer.web.asked_settings import Text
 from lora_trainer.web.lora_list import ENDING, LIBRARY, TOKENS, preview_beside
+from lora_trainer.web.lora_tools import KIND as TOOL
 from lora_trainer.web.lora_tools import AskedTool, name_of_model, named_model, start_tool
 from lora_trainer.web.safety import JSON, Refusal, allowed
 from lora_trainer.web.sample_sheets import (
@@ -178,11 +179,11 @@ def list_bases(lora: str, state: State) -> Response:
     for run in runs:
         if run["base"] is not None:
             families[run["base"]] = families.get(run["base"]) or run["family"]
-    found = []
-    for named, family in families.items():
+    found, needed = [], row["family"]
+    for named, known in families.items():
         with contextlib.suppress(Refusal):
-            fits = None if family is None or row["family"] is None else family == row["family"]
-            about = {"model": named_model(named, state), "name": name_of_model(named), "family": family, "fits": fits}
+            fits = None if None in (known, needed) else known == needed
+            about = {"model": named_model(named, state), "name": name_of_model(named), "family": known, "fits": fits}
             found.append({**about, "is_builtin": named == builtin, "is_default": named == own})
     found.sort(key=lambda each: (not each["is_default"], each["fits"] is False, each["is_builtin"]))
     return JSON({"bases": found})
@@ -217,4 +218,7 @@ def delete_lora(lora: str, state: State) -> Response:
     own = [each for each in path.parent.iterdir() if each.name.startswith(f"{stem}{TOKENS}")]
     for each in (path, *own):
         os.rename(each, trash / each.name)
+    for task in state.tasks.rows():
+        if task["about"].get("lora") == lora and task["kind"] == TOOL and task["status"] != "running":
+            state.tasks.forget(task["id"])  # its result is no more
     return JSON({"moved_to": str(trash)})

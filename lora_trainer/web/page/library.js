@@ -75,7 +75,7 @@ function List() {
       onChoose=${(is) => change({ chosen: is ? [...now.chosen, row.id] : now.chosen.filter((each) => each !== row.id) })} /></li>`)}</ul>
     ${found.length > most && html`<p><${Button} onClick=${() => show(most + 5 * AT_ONCE)}>Show more (${whole(found.length - most)})<//></p>`}
     ${chosen.length > 0 && html`<div class="chosen" role="region" aria-label="Selected LoRAs">
-      <span><b>${whole(chosen.length)} selected</b><span class="note"> ${chosen.length === 1 ? "Select others to combine them." : chosen.map((row) => row.name).join(", ")}</span></span>
+      <span><b>${whole(chosen.length)} selected</b><span class="note"> ${chosen.length === 1 ? "Select others to combine them." : chosen.map((row) => stemOf(row.name)).join(", ")}</span></span>
       <div class="row">
         <${Button} kind="main" disabled=${chosen.length < 2} onClick=${() => ask("merge")}>Merge<//>
         <${Button} disabled=${chosen.length < 2} onClick=${() => ask("average")}>Average<//>
