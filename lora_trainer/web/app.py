@@ -15,7 +15,19 @@ from starlette.staticfiles import StaticFiles
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import Problem, UserError
 from lora_trainer.core.version import __version__
-from lora_trainer.web import dataset_work, datasets, live, machine_now, new_run, queue_api, runs, tasks
+from lora_trainer.web import (
+    dataset_work,
+    datasets,
+    docs_api,
+    doctor_api,
+    library,
+    live,
+    machine_now,
+    new_run,
+    queue_api,
+    runs,
+    tasks,
+)
 from lora_trainer.web.safety import COOKIE, JSON, LOGIN, Guard, Refusal, answer_of
 from lora_trainer.web.server_state import ServerOptions, ServerState, State
 
@@ -26,7 +38,10 @@ ROUTERS: Sequence[APIRouter] = (
     queue_api.router,
     datasets.router,
     dataset_work.router,
+    library.router,
     tasks.router,
+    doctor_api.router,
+    docs_api.router,
     machine_now.router,
     live.router,
 )

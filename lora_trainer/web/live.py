@@ -25,7 +25,7 @@ from lora_trainer.web.queue_document import queue_document, stamp_of_queue
 from lora_trainer.web.run_columns import Tail
 from lora_trainer.web.run_list import RunList, Stamp
 from lora_trainer.web.safety import JSON, Refusal
-from lora_trainer.web.tasks import Tasks
+from lora_trainer.web.tasks import TaskList
 
 EVERY_SECONDS = 1.0
 MACHINE_SECONDS = 5.0
@@ -49,7 +49,7 @@ class Followed:
 class Watcher:
     """Looks once a second for what changed, and tells those who listen."""
 
-    def __init__(self, output: Path, runs: RunList, children: Children, machine: Machine, tasks: Tasks) -> None:
+    def __init__(self, output: Path, runs: RunList, children: Children, machine: Machine, tasks: TaskList) -> None:
         self.output, self.runs, self.children, self.machine, self.tasks = output, runs, children, machine, tasks
         self._task_rows: dict[str, dict[str, Any]] | None = None
         self._rows: dict[str, dict[str, Any]] | None = None

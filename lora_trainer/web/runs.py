@@ -63,7 +63,7 @@ def list_runs(
 
 def starting_rows(state: ServerState) -> list[dict[str, Any]]:
     """A row for each run that was started here and has no record, newest first."""
-    unknown = dict.fromkeys(("phase", "total", "loss", "val_loss", "family", "outcome", "preview"))
+    unknown = dict.fromkeys(("phase", "total", "loss", "val_loss", "family", "base", "outcome", "preview"))
     found = []
     for child in reversed(state.children.all()):
         folder = path_of(child.name, state.output)

@@ -14,12 +14,13 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.web.children import Children
 from lora_trainer.web.dataset_index import DatasetIndexes
 from lora_trainer.web.live import Watcher
+from lora_trainer.web.lora_list import LoraList
 from lora_trainer.web.machine_now import Machine
 from lora_trainer.web.planner import Planner
 from lora_trainer.web.run_columns import MetricsOfRuns
 from lora_trainer.web.run_list import OWN, RunList
 from lora_trainer.web.safety import Token
-from lora_trainer.web.tasks import Tasks
+from lora_trainer.web.tasks import TaskList
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,16 @@ class ServerState:
         return RunList(self.output)
 
     @cached_property
+    def loras(self) -> LoraList:
+        return LoraList(self.output, self.own, self.roots, self.runs.rows)
+
+    @cached_property
     def children(self) -> Children:
         return Children(self.own)
 
     @cached_property
-    def tasks(self) -> Tasks:
-        return Tasks(self.own / "tasks")
+    def tasks(self) -> TaskList:
+        return TaskList(self.own / "tasks")
 
     @cached_property
     def indexes(self) -> DatasetIndexes:

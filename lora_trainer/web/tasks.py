@@ -41,7 +41,7 @@ router = APIRouter(prefix="/api/tasks", default_response_class=JSON)
 
 
 @dataclass(frozen=True)
-class Task:
+class StartedTask:
     """A command that was started. `about` is what the page wants to know again, such as the dataset."""
 
     id: str
@@ -54,7 +54,7 @@ class Task:
     started: float
 
 
-class Tasks:
+class TaskList:
     """The commands that were started for the page. Any thread may call its methods."""
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class Tasks:
             )
             self._own[process.pid] = process
             created, now = process_start(process.pid) or time.time(), time.time()
-            task = Task(str(number), kind, title, tuple(arguments), about or {}, process.pid, created, now)
+            task = StartedTask(str(number), kind, title, tuple(arguments), about or {}, process.pid, created, now)
             write_json(place / TASK, asdict(task))
             return self._row(task)
 
@@ -150,25 +150,27 @@ class Tasks:
             self._remove(row)
 
     def _rows(self) -> list[dict[str, Any]]:
-        for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
-            del self._own[pid]  # and no zombie stays
         found = []
         with contextlib.suppress(FileNotFoundError):
             for name in sorted((each for each in os.listdir(self.folder) if each.isdigit()), key=int, reverse=True):
                 with contextlib.suppress(OSError, ValueError, TypeError):  # it is being made, or deleted
-                    found.append(self._ended.get(name) or self._row(Task(**read_json(self.folder / name / TASK))))
+                    found.append(
+                        self._ended.get(name) or self._row(StartedTask(**read_json(self.folder / name / TASK)))
+                    )
+        for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
+            del self._own[pid]  # and no zombie stays
         return found
 
-    def _row(self, task: Task) -> dict[str, Any]:
+    def _row(self, task: StartedTask) -> dict[str, Any]:
         place = self.folder / task.id
-        is_alive = is_running(task.pid, task.created)  # before the end is read: it may end meanwhile
+        is_alive = is_running(task.pid, task.created)  # asked before its end is read, which it may write meanwhile
         try:
             end = read_json(place / END)
         except (OSError, ValueError):
             end = {"exit_code": None, "ended": None}
         code = end["exit_code"]
         status = "done" if code in WITH_RESULT else "stopped" if code in STOPPED else "failed"
-        if code is None and is_alive:
+        if is_alive:
             status = "running"
         words = end_of(place / LOG, LAST_LINE).strip().splitlines()
         first = next((at for at, line in enumerate(words) if line.startswith("error:")), len(words) - 1)
@@ -195,8 +197,8 @@ def end_of(path: Path, tail: int) -> str:
     return printable_lines(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def tasks_of(request: Request) -> Tasks:
-    found: Tasks = request.app.state.server.tasks
+def tasks_of(request: Request) -> TaskList:
+    found: TaskList = request.app.state.server.tasks
     return found
 
 

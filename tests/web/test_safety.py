@@ -17,11 +17,15 @@ from lora_trainer.web.served_files import inside
 from tests.conftest import needs_links
 from tests.web.site import ADDRESS, app_of, problems_of, site, write_run
 
-READ = ("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/api/datasets", "/openapi.json")
+READ = (
+    *("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/api/doctor", "/openapi.json"),
+    *("/api/docs", "/api/docs/memory", "/api/docs/files/report.png", "/api/loras", "/api/datasets"),
+)
 CHANGE = (
     *("/api/runs", "/api/runs/cat/resume", "/api/runs/cat/stop", "/api/runs/cat/requests", "/api/plan", "/api/import"),
-    *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel", "/api/datasets/captions"),
-    *("/api/datasets/edit", "/api/datasets/copy", "/api/datasets/caption"),
+    *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel", "/api/doctor"),
+    *("/api/loras/tools", "/api/loras/sheets", "/api/loras/folders"),
+    *("/api/datasets/captions", "/api/datasets/edit", "/api/datasets/copy", "/api/datasets/caption"),
 )
 OURS = {"origin": ADDRESS, "sec-fetch-site": "same-origin"}
 

@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from lora_trainer.web.safety import Refusal
-from lora_trainer.web.tasks import Tasks
+from lora_trainer.web.tasks import TaskList
 from tests.recipes.recipe import draw_images
 from tests.web.site import app_of, problems_of, site
 
@@ -22,8 +22,8 @@ def client(tmp_path: Path) -> TestClient:
     return site(tmp_path / "runs")
 
 
-def tasks_of(client: TestClient) -> Tasks:
-    found: Tasks = app_of(client).state.server.tasks
+def tasks_of(client: TestClient) -> TaskList:
+    found: TaskList = app_of(client).state.server.tasks
     return found
 
 
@@ -51,7 +51,7 @@ def test_a_command_has_its_document_and_how_it_ended(client: TestClient, tmp_pat
     assert found["document"]["passed"] is False
     kept = tasks.newest("check", {"data": "images"})
     assert kept is not None
-    assert kept == Tasks(tasks.folder).newest("check")  # also of the next server
+    assert kept == TaskList(tasks.folder).newest("check")  # also of the next server
     assert tasks.newest("check", {"data": "others"}) is None
     wrong = tasks.start("wrong", "Wrong", ["presets", "show", "13gb"])
     found = ended(client, wrong["id"])

@@ -62,6 +62,15 @@ function tell(message) {
   for (const listener of [...listeners]) listener(message);
 }
 
+// A browser has six connections to a server, for all of its tabs and for the pages that it keeps to go back to. So only
+// what is seen holds one; what it missed is fetched when it is seen again.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    wasLost = source !== null;
+    source?.close();
+  } else if (listeners.size && source?.readyState === EventSource.CLOSED) connect();
+});
+
 export function listen(listener) {
   listeners.add(listener);
   if (!source || source.readyState === EventSource.CLOSED) connect();

@@ -10,11 +10,15 @@ const PAGES = [
   ["new", "New run", async () => (await import("./new_run.js")).NewRun],
   ["datasets", "Datasets", async () => (await import("./datasets.js")).Datasets],
   ["queue", "Queue", async () => (await import("./queue.js")).Queue],
+  ["library", "Library", async () => (await import("./library.js")).Library],
+  ["doctor", "Doctor", async () => (await import("./doctor.js")).Doctor],
+  ["docs", "Docs", async () => (await import("./docs.js")).Docs],
 ];
 const OF_A_RUN = {
   run: async () => (await import("./run.js")).Run,
   verdict: async () => (await import("./verdict.js")).Verdict,
 };
+const STAY = ["docs", "doctor"]; // pages that keep what was typed and loaded when the id changes
 const loaded = new Map();
 
 // Of `#/page/id/rest`, each part decoded; a part that cannot be decoded stays as it is.
@@ -45,7 +49,7 @@ function Loaded({ where }) {
   }, [load]);
   if (!load) return html`<div class="card empty"><p>There is no such page.</p><a class="button" href="#/">Runs</a></div>`;
   const Page = loaded.get(load);
-  return Page ? html`<${Page} key=${`${where.page} ${where.id}`} id=${where.id} rest=${where.rest} />` : html`<${Problems} problems=${problems} />`;
+  return Page ? html`<${Page} key=${STAY.includes(where.page) ? where.page : `${where.page} ${where.id}`} id=${where.id} rest=${where.rest} />` : html`<${Problems} problems=${problems} />`;
 }
 
 function Machine() {
