@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,10 @@ TURNS: dict[int, Image.Transpose] = {
 }
 SIDEWAYS = (5, 6, 7, 8)
 QUARTERS = tuple(TURNS[orientation] for orientation in SIDEWAYS)
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+CHUNKS_WITH_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+MOST_CHUNKS = 100_000
 
 # Pillow refuses from twice its own warning limit on; the same number, named.
 MOST_PIXELS = 178_956_970
@@ -144,9 +148,31 @@ def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation, 1 when there is none or it cannot be read."""
     try:
+        if image.format == "PNG" and image.fp is not None and not has_words_after_pixels(image.fp):
+            return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
         return int(image.getexif().get(ORIENTATION_TAG, 1))
     except Exception:  # noqa: BLE001 - damaged metadata must not cost a good image
         return 1
+
+
+def has_words_after_pixels(file: IO[bytes]) -> bool:
+    """Whether a PNG has EXIF or text behind its pixels, where Pillow looks for a turn by decoding all of them. The file is
+    left at its place."""
+    place, is_behind = file.tell(), False
+    try:
+        at = len(PNG_SIGNATURE)
+        for _ in range(MOST_CHUNKS):
+            file.seek(at)
+            head = file.read(8)
+            if len(head) < 8:
+                return False
+            is_behind = is_behind or head[4:] == b"IDAT"
+            if is_behind and head[4:] in CHUNKS_WITH_WORDS:
+                return True
+            at += 12 + int.from_bytes(head[:4])  # length, name, content, check sum
+        return True
+    finally:
+        file.seek(place)
 
 
 def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
