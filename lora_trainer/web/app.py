@@ -20,6 +20,7 @@ from lora_trainer.web import (
     datasets,
     docs_api,
     doctor_api,
+    drawn_masks,
     library,
     live,
     machine_now,
@@ -27,6 +28,7 @@ from lora_trainer.web import (
     queue_api,
     runs,
     tasks,
+    uploads,
 )
 from lora_trainer.web.safety import COOKIE, JSON, LOGIN, Guard, Refusal, answer_of
 from lora_trainer.web.server_state import ServerOptions, ServerState, State
@@ -39,6 +41,8 @@ ROUTERS: Sequence[APIRouter] = (
     datasets.router,
     dataset_work.router,
     library.router,
+    uploads.router,
+    drawn_masks.router,
     tasks.router,
     doctor_api.router,
     docs_api.router,

@@ -19,10 +19,10 @@ from starlette.responses import FileResponse
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.images.spans import content_of, open_bytes
 from lora_trainer.data.sample import Span
+from lora_trainer.data.sources.folder import MASK_LABEL, is_image, stem_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.published import public_architecture
@@ -162,28 +162,30 @@ def list_datasets(state: State) -> Response:
     )
 
 
-def counted_images(folder: Path) -> dict[str, Any]:
-    """How many images a folder has, and the first; of a large one, that it has at least so many."""
-    count, seen, first = 0, 0, None
+def counted_images(folder: Path, most: int = MOST_COUNTED) -> dict[str, Any]:
+    """How many images a folder has, the first, and how many have a mask beside them; of a large one at least so many."""
+    count, masks, seen, first = 0, 0, 0, None
     waiting = [folder]
-    while waiting and seen < MOST_COUNTED:
+    while waiting and seen < most:
         place = waiting.pop()
         try:
             with os.scandir(place) as entries:
-                found = [entry for _, entry in zip(range(MOST_COUNTED), entries, strict=False)]
+                found = [entry for _, entry in zip(range(most), entries, strict=False)]
         except OSError:
             continue
         seen += len(found)
-        for entry in found:
-            if entry.name.startswith("."):
-                continue
-            if entry.name.lower().endswith(IMAGE_ENDINGS):
-                count += 1
-                first = min(first or entry.path, entry.path)
+        images = {stem_of(entry.name): entry.path for entry in found if entry.name[0] != "." and is_image(entry.name)}
+        beside = {stem for stem in images if stem.endswith(MASK_LABEL) and stem.removesuffix(MASK_LABEL) in images}
+        masks += len(beside)
+        for entry in (entry for entry in found if not entry.name.startswith(".")):
+            if is_image(entry.name):
+                if stem_of(entry.name) not in beside:
+                    count += 1
+                    first = min(first or entry.path, entry.path)
             elif entry.is_dir(follow_symlinks=False):
                 waiting.append(Path(entry.path))
     name = None if first is None else os.path.relpath(first, folder).replace(os.sep, "/")
-    return {"images": count, "is_more": bool(waiting) or seen >= MOST_COUNTED, "first": name}
+    return {"images": count, "masks": masks, "is_more": bool(waiting) or seen >= most, "first": name}
 
 
 kept_sources: dict[Path, tuple[Stamp, tuple[str, ...]]] = {}  # of runs, by their folders
