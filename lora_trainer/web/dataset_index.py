@@ -196,11 +196,6 @@ class DatasetIndex:
         self._looked = time.monotonic()
         return True
 
-    def look_again(self) -> None:
-        """Let the next question look at the folders, however lately it was done. Takes the lock."""
-        with self.lock:
-            self._looked = -LOOKED_SECONDS
-
     def read_again(self) -> None:
         """Let the next question read the dataset again. Takes the lock."""
         with self.lock:

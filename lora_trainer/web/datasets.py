@@ -19,6 +19,7 @@ from starlette.responses import FileResponse
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.images.spans import content_of, open_bytes
 from lora_trainer.data.sample import Span
@@ -226,6 +227,8 @@ def list_images(asked: Annotated[ImageRows, Query()], state: State) -> Response:
     """
     path = readable(asked.path, state)
     index, family = index_of(path, state), asked.family_for(path)
+    if is_editable(path, state) and not any(not name.startswith(".") for name in os.listdir(path)):
+        raise Refusal(422, Problem(f"{path.name} has no images yet.", "Add files, or drop them here."))
     index.settle(WAITED_SECONDS)
     with index.lock:
         reading = None if index.reading is None else {"done": index.reading.done, "total": index.reading.total}

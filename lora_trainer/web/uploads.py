@@ -35,7 +35,7 @@ from lora_trainer.data.sources.folder import FOREIGN_IMAGES, ending_of, is_image
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 from lora_trainer.web.caption_edits import refuse_wrong_text
 from lora_trainer.web.dataset_work import NAME
-from lora_trainer.web.datasets import Named, counted_images, editable, index_of, new_place, readable
+from lora_trainer.web.datasets import Named, counted_images, editable, new_place, readable
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.served_files import MOST_PIXELS, decoding
 from lora_trainer.web.server_state import State
@@ -43,7 +43,7 @@ from lora_trainer.web.server_state import State
 MOST_UPLOADED = 64 << 20  # bytes of one file
 SPARE_DISK = 256_000_000  # bytes that stay free
 WRITTEN_AT_ONCE = 1 << 20
-MOST_LOOKED_AT = 1_000_000  # files that are looked through for masks
+MOST_LOOKED_AT = 200_000  # files that are looked through for masks
 LONGEST_NAME = 200  # bytes of a file's name: captions and masks have longer ones
 WRONG_IN_NAMES = re.compile(r'[<>:"|?*\\]')  # on Windows
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # there, too
@@ -99,7 +99,6 @@ async def put_file(request: Request, asked: Annotated[NewFile, Query()], state: 
     except Refusal:
         await read_to_end(request)
         raise
-    await run_in_threadpool(index_of(folder, state).look_again)
     return JSON(found, 201 if found["is_new"] else 200)
 
 

@@ -113,7 +113,8 @@ def test_files_are_kept_as_they_were_sent(client: TestClient, own: Path) -> None
     found = files(own)
     assert (found["10_sks cat/turned.jpg"], found["10_sks cat/turned.txt"]) == (turned, caption)
     assert len(found) == 4
-    assert names_of(client, own) == ["10_sks cat/turned.jpg", "first.png"]  # at once
+    client.post("/api/datasets/read", json={"path": str(own)})
+    assert names_of(client, own) == ["10_sks cat/turned.jpg", "first.png"]
 
 
 def test_the_same_again_is_fine_and_another_is_refused(client: TestClient, own: Path) -> None:
@@ -323,8 +324,8 @@ def test_a_full_disk_leaves_nothing(client: TestClient, own: Path, monkeypatch: 
     monkeypatch.setattr(uploads, "flush_file", refuse)
     all_refused()
     monkeypatch.undo()
-    monkeypatch.setattr(uploads.os, "link", refuse)
-    monkeypatch.setattr(uploads.os, "rename", refuse)
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     assert put(client, own, "in/a.png", PNG).status_code == 507
     assert files(own) == before
     assert not (own / "in").exists()
@@ -343,6 +344,8 @@ def test_a_new_dataset_is_an_empty_folder(client: TestClient, place: Path) -> No
     assert client.post("/api/datasets/new", json={"name": "my cat"}).status_code == 409
     for name in ("", ".x", "a/b", "..", "NUL", "a.", "a\0", "x" * 300):
         assert client.post("/api/datasets/new", json={"name": name}).status_code == 422, name
+    empty = client.get("/api/datasets/images", params={"path": str(place / "datasets" / "my cat")})
+    assert "no images yet" in problems_of(empty.json())[0]
     assert put(client, place / "datasets" / "my cat", "a.png", PNG).status_code == 201
     assert names_of(client, place / "datasets" / "my cat") == ["a.png"]
 
@@ -434,6 +437,7 @@ def test_a_new_run_uses_the_masks(client: TestClient, own: Path) -> None:
     asked = {"path": str(own)}
     plain = client.get("/api/datasets/source", params=asked).json()
     assert plain == {"masks": 0, "data": [str(own)], "settings": {}}
+    client.post("/api/datasets/read", json=asked)
     names_of(client, own)
     assert put(client, own, "in/second.png", mask((320, 240)), what="mask").status_code == 200
     found = client.get("/api/datasets/source", params=asked).json()

@@ -11,7 +11,7 @@ const ORIGINS = { text: "caption file", table: "table", folder: "name of the fol
 export const tagsOf = (text) => [...new Set(text.split(/[,\n]/).map((each) => each.trim()).filter(Boolean))];
 
 // `handle.current.save()` writes what is typed; false where it could not be written.
-export function Editor({ handle, path, rows, opened, open, isEditable, isCropped, onCopy }) {
+export function Editor({ handle, path, rows, opened, open, isEditable, isCropped, onCopy, onMask }) {
   const at = rows.rowAt(opened.index);
   const last = useRef(null);
   // A filter may have lost the image by its new caption: it stays until the next one is opened.
@@ -104,7 +104,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
       <span class="note">${whole(opened.index + 1)} of ${whole(rows.document.total)}</span>
       <${Button} kind="small" onClick=${close}>Close<//></div>
     <div class="editor-image"><a href=${imageUrl(path, row)} target="_blank" rel="noopener" aria-label=${`Open ${row.name} in full`}><${Framed} path=${path} row=${row} width=${LARGE} isCropped=${isCropped} /></a></div>
-    <h2>${row.name}</h2>
+    <div class="row"><h2>${row.name}</h2>${isEditable && row.width && html`<${Button} kind="small" onClick=${() => onMask(row)}>${row.has_mask ? "Change the mask" : "Draw a mask"}<//>`}</div>
     <label class="editor-label" for=${id}>Caption</label>
     <textarea id=${id} ref=${area} value=${text} readonly=${!isEditable} spellcheck=${true} onInput=${(event) => setText(event.target.value)} onBlur=${() => state.theirs || save()}></textarea>
     <div class="row" role="status">${isEditable

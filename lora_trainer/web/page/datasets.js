@@ -8,6 +8,7 @@ import { ImageGrid } from "./dataset_grid.js";
 import { imageUrl, useRows } from "./dataset_rows.js";
 import { PathField } from "./settings_form.js";
 import { TaskState, useTask } from "./task.js";
+import { AddFiles, NewDataset, Uploads } from "./upload.js";
 import { Button, Dialog, Problems, Progress, Result, html, score, useAction, useCallback, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
 
 // Its rules come with it: the other pages do not need them.
@@ -24,7 +25,6 @@ export function Datasets({ id }) {
 
 export const addressOf = (path) => `#/datasets/${encodeURIComponent(path)}`;
 
-// The list. What makes a new dataset, such as an upload, belongs into its head.
 function DatasetList() {
   const [found, load, problems] = useDocument("/datasets");
   const [path, setPath] = useState("");
@@ -38,7 +38,7 @@ function DatasetList() {
     if (path.trim()) location.hash = addressOf(path.trim());
   };
   return html`
-    <div class="head"><h1>Datasets</h1></div>
+    <div class="head"><h1>Datasets</h1><div class="right"><${NewDataset} onMade=${(made) => (location.hash = addressOf(made))} /></div></div>
     <form class="card" onSubmit=${open}>
       <${PathField} label="Open images" about="A folder, a .tar, .parquet, .jsonl, .csv or kohya's .toml file on the server's computer. They are only read: a copy can be edited."
         value=${path} kinds=${["folder", "data"]} onChange=${setPath} />
@@ -47,7 +47,7 @@ function DatasetList() {
     <section><h2>To edit</h2>
       ${found.datasets.length
         ? html`<ul class="datasets">${found.datasets.map((each) => html`<li key=${each.path}><${Card} dataset=${each} /></li>`)}</ul>`
-        : html`<p class="lead">None yet. Open images, and make a copy of them: it is kept in ${found.folder}.</p>`}
+        : html`<p class="lead">None yet. Drop images here, or open some and make a copy of them. They are kept in ${found.folder}.</p>`}
     </section>
     ${found.used.length > 0 && html`<section><h2>Used by runs</h2>
       <ul class="datasets">${found.used.map((each) => html`<li key=${each.path}><${Card} dataset=${each} note=${`${whole(each.runs)} ${each.runs === 1 ? "run" : "runs"}`} /></li>`)}</ul></section>`}
@@ -85,6 +85,7 @@ function Dataset({ path }) {
   const [selected, select] = useState(new Set());
   const [opened, open] = useState(null); // the image in the editor: {index, name}
   const [dialog, setDialog] = useState(null);
+  const [drawn, setDrawn] = useState(null); // the image whose mask is drawn, and what draws it
   const action = useAction();
   const narrow = useNarrow();
   const asked = { ...filter, sort, family: size.family, resolution: size.resolution };
@@ -121,7 +122,15 @@ function Dataset({ path }) {
   }, []);
   if (!document_) {
     const { reading } = rows;
+    const own = known?.datasets.find((each) => each.path === path);
+    const isEmpty = own && rows.problems.length > 0 && !own.images;
+    if (isEmpty) {
+      return html`<div class="head"><div><p class="crumb"><a href="#/datasets">Datasets</a></p><h1>${own.name}</h1></div></div>
+        <${Uploads} path=${path} onDone=${rows.reload} />
+        <div class="card empty"><p>No images yet. Drop them here, with their captions as .txt files.</p><${AddFiles} path=${path} kind="main" /></div>`;
+    }
     return html`<div class="head"><h1>${path.split("/").pop()}</h1></div>
+      ${own && html`<${Uploads} path=${path} onDone=${rows.reload} />`}
       <${Problems} problems=${rows.problems} />
       ${rows.problems.length > 0 && html`<p><a class="button" href="#/datasets">Datasets</a></p>`}
       ${!rows.problems.length && html`<div class="card" role="status"><p>Reading the images${reading?.total ? `: ${whole(reading.done)} of ${whole(reading.total)}` : " …"}</p>
@@ -144,8 +153,12 @@ function Dataset({ path }) {
     await rows.reload();
     return `${whole(changed)} ${changed === 1 ? "caption" : "captions"} changed`;
   });
+  const drawMask = async (row) => {
+    const { MaskDialog } = await import("./mask.js");
+    setDrawn({ MaskDialog, image: row });
+  };
   const panel = opened && html`<${Editor} key="editor" handle=${editor} path=${path} rows=${rows} opened=${opened} open=${open} isEditable=${isEditable} isCropped=${isCropped}
-    onCopy=${() => setDialog("copy")} />`;
+    onCopy=${() => setDialog("copy")} onMask=${drawMask} />`;
   const total = html`<b aria-live="polite">${document_.total === document_.count ? `${whole(document_.total)} images` : `${whole(document_.total)} of ${whole(document_.count)} images`}</b>
           ${document_.reading && html`<span class="note">reading what is new …</span>`}`;
   const view = html`
@@ -162,13 +175,14 @@ function Dataset({ path }) {
     <div class="head"><div><p class="crumb"><a href="#/datasets">Datasets</a></p><h1>${document_.name}</h1>
         <p class="lead">${whole(document_.count)} ${document_.count === 1 ? "image" : "images"} · trained at ${document_.resolution} px (${document_.family})${isEditable ? "" : " · only read"}</p></div>
       <div class="right">
-        ${isEditable && html`<${Button} onClick=${() => setDialog("caption")}>Auto-caption<//>`}
+        ${isEditable && html`<${AddFiles} path=${path} /><${Button} onClick=${() => setDialog("caption")}>Auto-caption<//>`}
         <${Button} busy=${action.busy || tasks.check.isRunning} onClick=${() => start("check", { family: size.family || null, resolution: sizes.resolution })}>Check<//>
         <${Button} onClick=${() => setDialog("clean")}>Clean copy<//>
         <${Button} onClick=${() => setDialog("copy")}>${isEditable ? "Copy" : "Edit a copy"}<//>
         <a class="button main" href=${`#/new/${encodeURIComponent(path)}`}>Train on this</a></div></div>
     <${Problems} problems=${rows.problems} />
     <${Result} action=${action} />
+    ${isEditable && html`<${Uploads} path=${path} onDone=${rows.reload} />`}
     ${Object.entries(tasks).map(([kind, each]) => html`<${TaskState} key=${kind} task=${each.seen} onChange=${each.load} />`)}
     ${["copy", "clean"].map((kind) => tasks[kind].isNew && tasks[kind].task.document && html`<p class="done">${tasks[kind].task.title}: done. <a href=${addressOf(tasks[kind].task.about.target)}>Open ${tasks[kind].task.about.name}</a></p>`)}
     ${document_.check && html`<${CheckResult} check=${document_.check} onLook=${() => change({ finding: "any" })} />`}
@@ -191,6 +205,7 @@ function Dataset({ path }) {
     ${dialog in EDITS && html`<${EditDialog} kind=${dialog} whom=${whom} version=${document_.version} edit=${edit} onClose=${() => setDialog(null)}
       onDone=${(changed) => { setDialog(null); action.act(async () => { await rows.reload(); return `${whole(changed)} ${changed === 1 ? "caption" : "captions"} changed`; }); }} />`}
     ${(dialog === "copy" || dialog === "clean") && html`<${CopyDialog} kind=${dialog} path=${path} name=${document_.name} onClose=${() => setDialog(null)} onStarted=${() => { tasks[dialog].load(); setDialog(null); }} />`}
+    ${drawn && html`<${drawn.MaskDialog} path=${path} image=${drawn.image} onClose=${() => setDrawn(null)} onSaved=${rows.reload} />`}
     ${dialog === "caption" && html`<${AutoCaptionDialog} path=${path} onClose=${() => setDialog(null)} onStarted=${() => { tasks.caption.load(); setDialog(null); }} />`}`;
 }
 
