@@ -153,10 +153,11 @@ function Dataset({ path }) {
     await rows.reload();
     return `${whole(changed)} ${changed === 1 ? "caption" : "captions"} changed`;
   });
-  const drawMask = async (row) => {
+  const drawMask = (row) => action.act(async () => {
     const { MaskDialog } = await import("./mask.js");
-    setDrawn({ MaskDialog, image: row });
-  };
+    const found = await get(`/datasets/images?${new URLSearchParams({ path, search: row.name })}`); // the row may be from before its mask
+    setDrawn({ MaskDialog, image: found.rows?.find((each) => each.name === row.name) ?? row });
+  });
   const panel = opened && html`<${Editor} key="editor" handle=${editor} path=${path} rows=${rows} opened=${opened} open=${open} isEditable=${isEditable} isCropped=${isCropped}
     onCopy=${() => setDialog("copy")} onMask=${drawMask} />`;
   const total = html`<b aria-live="polite">${document_.total === document_.count ? `${whole(document_.total)} images` : `${whole(document_.total)} of ${whole(document_.count)} images`}</b>
