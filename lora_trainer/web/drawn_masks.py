@@ -22,8 +22,9 @@ from lora_trainer.data.images.scan import HEADER_SECONDS, lost, read_headers
 from lora_trainer.data.images.workers import Task, run_tasks
 from lora_trainer.data.sources.folder import MASK_LABEL, is_image, stem_of
 from lora_trainer.web.dataset_index import DatasetIndex
+from lora_trainer.web.dataset_reader import MOST_SUM, number_of_name
 from lora_trainer.web.dataset_work import opened_index
-from lora_trainer.web.datasets import ImageRequest, Named, refuse_unread, show_image
+from lora_trainer.web.datasets import Named, OneImage, refuse_unread, show_image
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.served_files import MOST_PIXELS, decoding
 from lora_trainer.web.server_state import ServerState, State
@@ -43,7 +44,7 @@ class MaskOf(Named):
 @router.get("/mask")
 def show_mask(asked: Annotated[MaskOf, Query()], state: State) -> Response:
     """The bytes of an image's mask."""
-    return show_image(ImageRequest(path=asked.path, name=asked.name, what="mask"), state)
+    return show_image(OneImage(path=asked.path, name=asked.name, what="mask"), state)
 
 
 @router.put("/mask")
@@ -123,11 +124,13 @@ def took_mask(index: DatasetIndex, row: Mapping[str, Any], image: Path, kept: st
     place = None if kept is None else str(image.with_name(kept))
     with index.lock:
         with index.file:
-            values = (None if place is None else os.fsencode(place), row["path"])
-            index.file.execute("UPDATE images SET mask = ? WHERE path = ?", values)
-            for path in old:
-                index.name_came(str(path), is_gone=True)
+            mask = None if place is None else os.fsencode(place)
+            index.file.execute("UPDATE images SET mask = ? WHERE path = ?", (mask, row["path"]))
+            # The names in its folder are known to be other ones: nothing is read again.
+            number = -sum(number_of_name(path.name) for path in old)
             if place is not None and before != place:
-                index.name_came(place)
-        index.was_edited()
+                number += number_of_name(os.path.basename(place))
+            values = (number % (MOST_SUM + 1), MOST_SUM, os.fsencode(image.parent))
+            index.file.execute("UPDATE stamps SET names = (names + ?) & ? WHERE path = ?", values)
+        index.changed(here=True)
         return {"has_mask": place is not None, "version": index.version}

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,7 @@ def client(place: Path) -> TestClient:
 def _reading_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of images is made in this process."""
 
-    class Here(dataset_index.Reading):
+    class Here(dataset_index.IndexReading):
         def read(self) -> dict[str, Any]:
             try:
                 write_index(self.request, lambda done, total: None)
@@ -81,7 +82,7 @@ def _reading_here(monkeypatch: pytest.MonkeyPatch) -> None:
                 return {"problems": [(each.message, each.fix) for each in error.problems]}
             return {"problems": []}
 
-    monkeypatch.setattr(dataset_index, "Reading", Here)
+    monkeypatch.setattr(dataset_index, "IndexReading", Here)
 
 
 def put(
@@ -96,8 +97,18 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def images_of(client: TestClient, path: Path) -> dict[str, Any]:
+    """The document of a dataset once its list is there."""
+    end = time.monotonic() + 60.0
+    while True:
+        document: dict[str, Any] = client.get("/api/datasets/images", params={"path": str(path)}).json()
+        if "rows" in document and document["reading"] is None:
+            return document
+        assert time.monotonic() < end, document
+
+
 def names_of(client: TestClient, path: Path) -> list[str]:
-    return [row["name"] for row in client.get("/api/datasets/images", params={"path": str(path)}).json()["rows"]]
+    return [row["name"] for row in images_of(client, path)["rows"]]
 
 
 def test_files_are_kept_as_they_were_sent(client: TestClient, own: Path) -> None:
@@ -362,8 +373,8 @@ def mask(size: tuple[int, int] = (300, 200), mode: str = "L", level: int = 255, 
 
 
 def row_of(client: TestClient, path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = client.get("/api/datasets/images", params={"path": str(path)}).json()
-    return {**found["rows"][0], "version": found["version"], "reading": found["reading"]}
+    found = images_of(client, path)
+    return {**found["rows"][0], "version": found["version"]}
 
 
 def test_a_mask_is_saved_as_gray_png(client: TestClient, own: Path) -> None:
@@ -378,7 +389,7 @@ def test_a_mask_is_saved_as_gray_png(client: TestClient, own: Path) -> None:
         assert (saved.format, saved.mode, saved.size) == ("PNG", "L", (300, 200))
         assert (saved.getpixel((10, 10)), saved.getpixel((290, 10))) == (255, 0)
     row = row_of(client, own)
-    assert (row["has_mask"], row["reading"], row["version"]) == (True, None, answer.json()["version"])
+    assert (row["has_mask"], row["version"]) == (True, answer.json()["version"])  # nothing was read again
     asked = {"path": str(own), "name": "first.png"}
     assert client.get("/api/datasets/mask", params=asked).content == (own / "first-masklabel.png").read_bytes()
 
