@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import os
+import socket
 import time
+import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -279,7 +281,7 @@ def test_train_on_this_uses_the_masks(tmp_path: Path) -> None:
         assert found()["steps"] == 4
 
 
-def test_a_server_that_dies_leaves_what_can_be_sent_again(tmp_path: Path) -> None:
+def test_lost_connections_leave_nothing_but_what_can_be_sent_again(tmp_path: Path) -> None:
     own = write_dataset(tmp_path, first=image())
     with page_of(tmp_path) as browser:
         open_dataset(browser, own, "first.png")
@@ -288,6 +290,19 @@ def test_a_server_that_dies_leaves_what_can_be_sent_again(tmp_path: Path) -> Non
         request = urllib.request.Request(f"{browser.address}/api/datasets/file?{asked}", image(), headers, method="PUT")
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["is_new"] is True
+        host, port = browser.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:  # one that ends in the middle of an image
+            head = f"PUT /api/datasets/file?{asked.replace('by-script', 'half')} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            connection.sendall(f"{head}Content-Type: image/png\r\nContent-Length: 4000000\r\n\r\n".encode() + image())
+            browser.until(lambda: list(own.glob(".*.part")), "it is being received")
+        browser.until(lambda: not list(own.glob(".*")), "nothing of it is left")
+        assert not (own / "half.png").exists()
+        for name, body in (("large.png", bytes(70_000_000)), ("in/../x.png", image())):
+            asked = urlencode({"path": str(own), "name": name}, quote_via=quote)
+            large = urllib.request.Request(f"{browser.address}/api/datasets/file?{asked}", body, headers, method="PUT")
+            with pytest.raises(urllib.error.URLError):
+                urllib.request.urlopen(large)
+        assert sorted(path.name for path in own.iterdir()) == ["by-script.png", "first.png", "first.txt"]
         browser.driver.execute_cdp_cmd("Network.enable", {})
         offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
         browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
