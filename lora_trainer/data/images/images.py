@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,24 +156,39 @@ def orientation_of(image: Image.Image) -> int:
         return 1
 
 
-def has_words_after_pixels(file: IO[bytes]) -> bool:
-    """Whether a PNG has EXIF or text behind its pixels, where Pillow looks for a turn by decoding all of them. The file is
-    left at its place."""
-    place, is_behind = file.tell(), False
+def png_chunks(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Name and length of each chunk of a PNG; the file is then at the chunk's content, and in the end where it was."""
+    place, at = file.tell(), len(PNG_SIGNATURE)
     try:
-        at = len(PNG_SIGNATURE)
         for _ in range(MOST_CHUNKS):
             file.seek(at)
             head = file.read(8)
             if len(head) < 8:
-                return False
-            is_behind = is_behind or head[4:] == b"IDAT"
-            if is_behind and head[4:] in CHUNKS_WITH_WORDS:
-                return True
-            at += 12 + int.from_bytes(head[:4])  # length, name, content, check sum
-        return True
+                return
+            length = int.from_bytes(head[:4])
+            yield head[4:], length
+            at += 12 + length  # length, name, content, checksum
     finally:
         file.seek(place)
+
+
+def has_words_after_pixels(file: IO[bytes]) -> bool:
+    """Whether a PNG has EXIF or text behind its pixels, where Pillow looks for a turn by decoding all of them."""
+    names = [name for name, _ in png_chunks(file)]
+    return len(names) == MOST_CHUNKS or any(name in CHUNKS_WITH_WORDS for name in names[names.index(b"IDAT") :])
+
+
+def refuse_damaged_pixels(image: Image.Image) -> None:
+    """Raise BrokenImageError where a checksum of a PNG's pixels is wrong: Pillow reads on, and shows other pixels."""
+    if image.format != "PNG" or image.fp is None:
+        return
+    for name, length in png_chunks(image.fp):
+        if name == b"IDAT":
+            found = zlib.crc32(name)
+            while length and (part := image.fp.read(min(length, 2**20))):
+                found, length = zlib.crc32(part, found), length - len(part)
+            if len(stored := image.fp.read(4)) == 4 and stored != found.to_bytes(4):  # Pillow finds what is cut off
+                raise BrokenImageError("unreadable", "has a wrong checksum.", "Replace or remove it.")
 
 
 def load_rgb(path: Path, span: Span | None = None) -> Image.Image:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.data.images.images import BrokenImageError, header_of, opened, unreadable
+from lora_trainer.data.images.images import BrokenImageError, header_of, opened, refuse_damaged_pixels, unreadable
 from lora_trainer.data.images.measures import Seen, measure, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
 from lora_trainer.data.images.remote import RemoteError, is_pointer
@@ -126,6 +126,7 @@ def _measured(path: Path, span: Span | None, content: str) -> Seen:
         # Measures are kept by content: those of other bytes must not be stored under it.
         raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
+        refuse_damaged_pixels(image)
         return measure(image)
 
 
