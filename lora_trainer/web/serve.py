@@ -12,8 +12,9 @@ from pathlib import Path
 import uvicorn
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.interrupt import listening as interrupts
 from lora_trainer.web.app import make_app
-from lora_trainer.web.run_list import OWN
+from lora_trainer.web.run_list import OWN, RunList
 from lora_trainer.web.safety import Token, token_of
 from lora_trainer.web.server_state import ServerOptions
 
@@ -50,7 +51,22 @@ def serve(host: str, port: int, output: Path, roots: Sequence[Path], say: Callab
             ws="none",
             timeout_graceful_shutdown=LEAVE_SECONDS,
         )
-        uvicorn.Server(config).run(sockets=[listening])
+        with interrupts() as interrupt:
+            interrupt.silent = True  # what it says of a signal is of training
+            try:
+                uvicorn.Server(config).run(sockets=[listening])
+            finally:
+                say(last_words(options))
+
+
+def last_words(options: ServerOptions) -> str:
+    """That the page has ended, and how many runs continue."""
+    live = sum(row["is_live"] for row in RunList(options.output).rows())
+    return (
+        f"the page has ended; {live} {'run continues' if live == 1 else 'runs continue'}"
+        if live
+        else "the page has ended"
+    )
 
 
 def is_loopback(host: str) -> bool:

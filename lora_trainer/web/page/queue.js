@@ -13,7 +13,7 @@ export function Queue() {
   const [gpus, setGpus] = useState("");
   const action = useAction();
   useLive((message) => {
-    if (message.reconnected) load();
+    if (message.reconnected) load().then(() => setLive(null));
     if (message.queue) setLive(message.queue);
     if (message.runs) setSteps((before) => ({ ...before, ...Object.fromEntries(message.runs.map((row) => [row.id, row])) }));
   });
