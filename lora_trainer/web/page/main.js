@@ -93,8 +93,8 @@ function Machine() {
   const [machine, set] = useState(null);
   useLive((message) => message.machine && set(message.machine));
   if (!machine) return null;
-  const gpus = machine.gpus.map((gpu) => `${gpu.name} ${bytes(gpu.memory_used)} of ${bytes(gpu.memory_total)}`);
-  return html`<span class="machine">${gpus.length ? gpus.join(" · ") : "no NVIDIA GPU"} · ${bytes(machine.disk.free)} free</span>`;
+  const gpus = machine.gpus.map((gpu) => `${gpu.name}, memory ${bytes(gpu.memory_used)} of ${bytes(gpu.memory_total)}`);
+  return html`<span class="machine">${gpus.length ? gpus.join(" · ") : "no NVIDIA GPU"} · disk ${bytes(machine.disk.free)} free</span>`;
 }
 
 function Login({ onDone }) {

@@ -127,7 +127,7 @@ function usePlan(asked) {
 
 function Choices({ label, name, options, value, onChange }) {
   return html`<fieldset class="choices"><legend>${label}</legend>
-    ${options.map(([option, words]) => html`<label class=${words.length > 10 ? "choice long" : "choice"}><input type="radio" name=${name} value=${option} checked=${value === option} onChange=${() => onChange(option)} /><span>${words}</span></label>`)}
+    ${options.map(([option, words]) => html`<label class="choice"><input type="radio" name=${name} value=${option} checked=${value === option} onChange=${() => onChange(option)} /><span>${words}</span></label>`)}
   </fieldset>`;
 }
 
