@@ -145,13 +145,22 @@ class Watcher:
                 message = f"data: {json.dumps(finite(found), allow_nan=False, default=str)}\n\n"
                 for waiting in list(self._listeners):
                     if waiting.full():
-                        waiting.get_nowait()
-                        waiting.put_nowait(None)
-                        self._listeners.discard(waiting)
+                        self._let_go(waiting)
                     else:
                         waiting.put_nowait(message)
             await asyncio.sleep(EVERY_SECONDS)
         self._followed.clear()
+
+    def _let_go(self, waiting: Waiting) -> None:
+        if waiting.full():
+            waiting.get_nowait()
+        waiting.put_nowait(None)
+        self._listeners.discard(waiting)
+
+    def close(self) -> None:
+        """End all streams: the server waits for its answers before it ends."""
+        for waiting in list(self._listeners):
+            self._let_go(waiting)
 
     @property
     def is_full(self) -> bool:

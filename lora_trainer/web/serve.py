@@ -8,15 +8,16 @@ import socket
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.interrupt import listening as interrupts
 from lora_trainer.web.app import make_app
-from lora_trainer.web.run_list import OWN, RunList
+from lora_trainer.web.run_list import OWN
 from lora_trainer.web.safety import Token, token_of
-from lora_trainer.web.server_state import ServerOptions
+from lora_trainer.web.server_state import ServerOptions, ServerState
 
 LEAVE_SECONDS = 2  # for open pages when the server ends
 
@@ -42,8 +43,9 @@ def serve(host: str, port: int, output: Path, roots: Sequence[Path], say: Callab
         say(f"page: http://{shown}:{number}/ (runs in {options.output}; Ctrl+C ends it, not the runs)")
         if "SSH_CONNECTION" in os.environ and token is None:
             say(f"on your own computer: ssh -L {number}:{host}:{number} {getpass.getuser()}@{socket.gethostname()}")
+        app = make_app(options)
         config = uvicorn.Config(
-            make_app(options),
+            app,
             log_level="warning",
             access_log=False,
             proxy_headers=False,
@@ -54,19 +56,23 @@ def serve(host: str, port: int, output: Path, roots: Sequence[Path], say: Callab
         with interrupts() as interrupt:
             interrupt.silent = True  # what it says of a signal is of training
             try:
-                uvicorn.Server(config).run(sockets=[listening])
+                PageServer(config, app.state.server).run(sockets=[listening])
             finally:
-                say(last_words(options))
+                live = sum(row["is_live"] for row in app.state.server.run_rows.rows())
+                runs = f"; {live} {'run continues' if live == 1 else 'runs continue'}" if live else ""
+                say(f"the page has ended{runs}")
 
 
-def last_words(options: ServerOptions) -> str:
-    """That the page has ended, and how many runs continue."""
-    live = sum(row["is_live"] for row in RunList(options.output).rows())
-    return (
-        f"the page has ended; {live} {'run continues' if live == 1 else 'runs continue'}"
-        if live
-        else "the page has ended"
-    )
+class PageServer(uvicorn.Server):
+    """A server that lets the open pages go when a signal comes, as it would wait for them."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self.page_state = state
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.page_state.watcher.close()
+        super().handle_exit(sig, frame)
 
 
 def is_loopback(host: str) -> bool:

@@ -112,7 +112,7 @@ def test_after_a_look_that_failed_pages_ask_for_all_again(
     with monkeypatch.context() as patched:
         patched.setattr(live, "stamp_of_queue", fail)
         assert [watcher.looked(), watcher.looked()] == [[], []]
-    assert capsys.readouterr().err.count("the queue cannot be read") == 1
+    assert capsys.readouterr().err.count("PermissionError: the queue cannot be read") == 1
     assert without_machine(watcher.looked()) == [{"reconnected": True}]
     write_run(tmp_path / "dog", steps=1)
     assert [row["id"] for row in without_machine(watcher.looked())[0]["runs"]] == ["dog"]
