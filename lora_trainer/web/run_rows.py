@@ -19,10 +19,13 @@ class RunRows:
     def rows(self) -> list[dict[str, Any]]:
         """All runs, newest first; those that were started here and have not begun to write are `starting`."""
         rows = self.runs.rows()
-        known = {row["id"] for row in rows}
-        started = {child.name: child for child in self.children.all()}
-        again = {row["id"] for row in rows if row["id"] in started and self.is_starting_again(row)}
-        rows = [{**row, "status": "starting", "is_live": True} if row["id"] in again else row for row in rows]
+        known = {row["id"]: row for row in rows}
+        for child in self.children.all():
+            row = known.get(child.name)
+            if row is not None and not row["is_live"] and child.started > (row["ended"] or 0.0):
+                # Also where it has ended already: who saw it begin is told, as the row is another one.
+                row |= {"resumed": child.started}
+                row |= {"status": "starting", "is_live": True} if child.is_alive else {}
         return [*(row for row in self.starting() if row["id"] not in known), *rows]
 
     def starting(self) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ export function NewRun() {
   const sources = data.map((each) => each.trim()).filter(Boolean);
   const asked = { model: model.trim() || null, data: sources, presets, settings };
   const [plan, problems, isBusy] = usePlan(asked);
+  useEffect(action.clear, [JSON.stringify(asked)]); // what was refused was something else
   const change = (setting, value) =>
     setSettings((before) => {
       const { [setting]: _, ...others } = before;

@@ -7,7 +7,7 @@ export const OUTCOMES = { passed: "passed, ready to use", refused: "refused, bel
 
 export const placeOf = (row) => `#/${!row.is_live && row.scores.lora !== null ? "verdict" : "run"}/${encodeURIComponent(row.id)}`;
 
-export const leftOf = (row, seconds) => (row?.is_live && row.total && seconds ? Math.max(0, row.total - (row.step ?? 0)) * seconds : null);
+export const leftOf = (row, seconds) => (row?.is_live && row.total > (row.step ?? 0) && seconds ? (row.total - (row.step ?? 0)) * seconds : null);
 
 // The runs of a list such as /runs?limit=20, as a Map by id, and all that change later; how many there are in all; problems.
 // With `isWhole` the rest is fetched too.

@@ -26,7 +26,7 @@ export function Run({ id, rest }) {
     const mine = message.runs?.find((each) => each.id === id);
     if (mine) {
       // A new phase changes what the run may be asked for; its step does not.
-      if (!row || mine.status !== row.status || mine.is_live !== row.is_live || mine.phase !== row.phase) load();
+      if (!row || mine.status !== run?.status || mine.is_live !== run?.is_live || mine.phase !== row.phase) load();
       setRow(mine);
     }
     if (message.reconnected || (message.run === id && message.is_incomplete)) {
@@ -155,11 +155,13 @@ function Resume({ id, onClose, onDone }) {
   const isChanged = ({ setting }) => setting.name in changed;
   const found = rows.filter((row) => !isChanged(row) && fits(row));
   const visible = [...rows.filter(isChanged), ...found.slice(0, AT_ONCE)];
-  const set = (name, value) =>
+  const set = (name, value) => {
+    action.clear(); // what was refused was another value
     change((before) => {
       const { [name]: _, ...others } = before;
       return value === undefined ? others : { ...others, [name]: value };
     });
+  };
   const resume = () =>
     action.act(async () => {
       await post(path(id, "/resume"), { settings: changed });

@@ -103,7 +103,7 @@ export function useAction() {
       return false;
     }
   };
-  return { ...state, act, clear: () => set({ busy: false, problems: [], message: null }) };
+  return { ...state, act, clear: () => set((before) => (before.busy ? before : { busy: false, problems: [], message: null })) };
 }
 
 // Elements
@@ -190,7 +190,8 @@ export function Dialog({ title, onClose, children }) {
   useEffect(() => {
     const opener = document.activeElement;
     place.current.showModal();
-    return () => opener?.focus();
+    // Once the dialog is gone: before, nothing else can have the focus.
+    return () => setTimeout(() => document.activeElement === document.body && opener?.focus());
   }, []);
   return html`<dialog ref=${place} aria-label=${title} onClose=${onClose}><h2>${title}</h2>${children}</dialog>`;
 }
