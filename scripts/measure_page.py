@@ -1,10 +1,10 @@
 """Measure the page of `lora-trainer ui` in Chromium: its first load, scrolling a long list of runs, and memory over time.
 
     python scripts/measure_page.py --minutes 20
-    python scripts/measure_page.py --minutes 20 --page run/live --live --json page.json
+    python scripts/measure_page.py --minutes 20 --page run/live --live 4 --json page.json
 
-It makes a folder of runs (--runs, 1000), serves it and looks at one page without touching it. With --live one of the runs
-trains: it writes a step each second. Needs chromium, its driver and selenium: make test-page installs selenium.
+It makes a folder of runs (--runs, 1000), serves it and looks at one page without touching it. With --live N a run named
+live trains: it writes N steps a second. Needs chromium, its driver and selenium: make test-page installs selenium.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def idle(browser: Browser, page: str, minutes: float, server: psutil.Process) ->
     }
 
 
-def train(folder: Path, stop: threading.Event) -> None:
-    """Be a run that writes a step each second."""
+def train(folder: Path, steps_per_second: float, stop: threading.Event) -> None:
+    """Be a run that writes so many steps a second."""
     step = 40
     with FileLock(folder / ".lock"):
-        while not stop.wait(1.0):
+        while not stop.wait(1 / steps_per_second):
             step += 1
             with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "loss": 1.0 / step, "lr": 1e-4, "seconds": 1.0}) + "\n")
@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="how long the idle page is watched (20)")
     parser.add_argument("--runs", type=int, default=1000, help="runs in the folder (1000)")
     parser.add_argument("--page", default="runs", help="the page that is watched, such as runs or run/live (runs)")
-    parser.add_argument("--live", action="store_true", help="let a run named live train")
+    parser.add_argument("--live", type=float, metavar="N", help="let a run named live write N steps a second")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples there too")
     arguments = parser.parse_args()
     stop = threading.Event()
@@ -151,7 +151,7 @@ def main() -> int:
             write_run(runs / f"run-{number:04}", started=1e9 + number, outcome="passed", steps=20)
         if arguments.live:
             folder = write_run(runs / "live", status="running", started=2e9, arithmetic={"total": 100_000})
-            threading.Thread(target=train, args=(folder, stop)).start()
+            threading.Thread(target=train, args=(folder, arguments.live, stop)).start()
         try:
             with served("--output", str(runs)) as (address, _, process), browsing(address, "wide") as browser:
                 found = {"first_load": first_load(browser), "scroll": scrolled(browser)}

@@ -72,7 +72,7 @@ def test_from_an_empty_folder_to_a_downloaded_lora(runs: Path, size: str) -> Non
         browser.click("Refuse a dataset or a LoRA that scores below the minimum")
         browser.type("Name", "zobo")
         assert browser.overflow() <= 0
-        browser.click("Start")
+        browser.click("Start run")
         browser.wait_for("of 60", PATIENCE)
         browser.click("Save now")
         browser.until(lambda: "done" in browser.text.split("\n")[:12], "it is done", PATIENCE)
@@ -187,7 +187,7 @@ def test_numbers_with_a_comma_are_understood(runs: Path) -> None:
         browser.wait_for("0.0005", 60)
         browser.type("optimizer.learning_rate", "0,5x")
         browser.wait_for("is no number")
-        browser.click("Start")  # no earlier value is used in its place
+        browser.click("Start run")  # no earlier value is used in its place
         browser.element("//section[@aria-label='Start']//*[@role='alert']")
         assert list(runs.glob("*/run.json")) == []
 
@@ -200,7 +200,7 @@ def test_problems_stand_at_their_fields(runs: Path) -> None:
         browser.type("lora.rank", "0")
         about = browser.element("//div[contains(@class, 'field') and contains(@class, 'wrong')]")
         browser.until(lambda: "lora.rank" in about.text and "at least 1" in about.text, "the problem is at the field")
-        browser.click("Start")
+        browser.click("Start run")
         browser.until(lambda: browser.text.count("lora.rank = 0") >= 2, "the run is refused")
         assert not (runs / "builtin").exists()
         assert list(runs.glob("*/run.json")) == []

@@ -81,7 +81,7 @@ export function NewRun() {
       </div>
       <div class="stack sticky">
         <section class="card begin" aria-label="Start">
-          <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${() => start("now")}>${action.busy ? "Checking …" : "Start"}<//>
+          <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${() => start("now")}>${action.busy ? "Checking …" : "Start run"}<//>
             <${Button} busy=${action.busy} onClick=${() => start("queue")}>Add to queue<//>
             ${plan && html`<span class=${`note grow ${isBusy ? "old" : ""}`}>${[problems.length ? "the plan has problems" : plan.fits ? `${shown(plan.peak_gib)} GiB` : "does not fit", plan.steps !== null && `${whole(plan.steps)} steps`].filter(Boolean).join(", ")}</span>`}</div>
           <${Result} action=${action} />
