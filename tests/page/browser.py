@@ -48,8 +48,13 @@ class Browser:
         raise AssertionError(f"{what}:\n{self.text}")
 
     def element(self, xpath: str) -> Any:
+        from selenium.common.exceptions import StaleElementReferenceException
+
         def visible() -> Any:
-            return next((each for each in self.driver.find_elements("xpath", xpath) if each.is_displayed()), None)
+            try:
+                return next((each for each in self.driver.find_elements("xpath", xpath) if each.is_displayed()), None)
+            except StaleElementReferenceException:  # the page drew it anew meanwhile
+                return None
 
         return self.until(visible, f"there is no {xpath}")
 

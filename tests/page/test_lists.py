@@ -91,6 +91,15 @@ def test_a_thousand_runs_are_listed_and_scrolled(many: Path, size: str) -> None:
         assert browser.complaints() == []
 
 
+def test_pages_that_were_left_take_no_connection(tmp_path: Path) -> None:
+    """A browser opens six to one server, and keeps pages for going back."""
+    write_run(tmp_path / "cat")
+    with served("--output", str(tmp_path)) as (address, _, _), browsing(address, "wide") as browser:
+        for _ in range(8):
+            browser.open("runs")
+            browser.wait_for("1 in all")
+
+
 def test_the_list_of_runs_is_used_by_keys_alone(many: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 

@@ -78,16 +78,19 @@ function follow() {
   if (listeners.size && !source && !document.hidden) connect();
 }
 
+function pause() {
+  wasLost ||= source !== null;
+  disconnect();
+}
+
 document.addEventListener("visibilitychange", () => {
   clearTimeout(timer);
   if (!document.hidden) follow();
-  else if (source) {
-    timer = setTimeout(() => {
-      wasLost = true;
-      disconnect();
-    }, HIDDEN_MS);
-  }
+  else if (source) timer = setTimeout(pause, HIDDEN_MS);
 });
+// A page that was left is kept by the browser for a while, to go back to.
+window.addEventListener("pagehide", pause);
+window.addEventListener("pageshow", follow);
 
 function tell(message) {
   for (const listener of [...listeners]) {

@@ -47,7 +47,7 @@ export function NewRun() {
   const about = [...goals, ...tiers].filter((each) => presets.includes(each.name)).map((each) => each.description);
   return html`
     <div class="head"><h1>New run</h1>
-      <div class="right"><${Button} onClick=${() => open("import")}>Import another trainer's config<//></div></div>
+      <div class="right"><${Button} onClick=${() => open("import")}>Import a config<//></div></div>
     <div class="columns">
       <div class="stack">
         <section class="card">
@@ -83,7 +83,7 @@ export function NewRun() {
         <section class="card begin" aria-label="Start">
           <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${() => start("now")}>${action.busy ? "Checking …" : "Start run"}<//>
             <${Button} busy=${action.busy} onClick=${() => start("queue")}>Add to queue<//>
-            ${plan && html`<span class=${`note grow ${isBusy ? "old" : ""}`}>${[problems.length ? "the plan has problems" : plan.fits ? `${shown(plan.peak_gib)} GiB` : "does not fit", plan.steps !== null && `${whole(plan.steps)} steps`].filter(Boolean).join(", ")}</span>`}</div>
+            ${plan && html`<span class=${`note grow ${isBusy ? "old" : ""}`}>${[problems.length ? "the plan has problems" : plan.fits ? `GPU memory ${shown(plan.peak_gib)} GiB` : "does not fit", plan.steps !== null && `${whole(plan.steps)} steps`].filter(Boolean).join(", ")}</span>`}</div>
           <${Result} action=${action} />
         </section>
         <section class="card" aria-label="Plan" aria-busy=${isBusy}>

@@ -141,7 +141,7 @@ export function PathField({ label, about, value, kinds, problems = [], onChange 
         ${place.path !== null && kinds.includes("folder") && html`<li><button type="button" onClick=${() => choose(place.path)}><b>Use this folder</b>${place.images ? `, ${whole(place.images)} images` : ""}</button></li>`}
         ${place.entries
           .filter((entry) => entry.kind.includes("folder") || kinds.includes(entry.kind))
-          .map((entry) => html`<li key=${entry.path}><button type="button" disabled=${action.busy} onClick=${() => (entry.kind === "folder" || !kinds.includes(entry.kind) ? browse(entry.path) : choose(entry.path))}>${entry.kind.includes("folder") ? "📁" : "📄"} ${entry.name}</button></li>`)}
+          .map((entry) => html`<li key=${entry.path}><button type="button" disabled=${action.busy} onClick=${() => (entry.kind === "folder" || !kinds.includes(entry.kind) ? browse(entry.path) : choose(entry.path))}>${entry.name}${entry.kind.includes("folder") && !entry.name.endsWith("/") ? "/" : ""}</button></li>`)}
         ${place.left_out > 0 && html`<li class="note">${whole(place.left_out)} more are not shown.</li>`}
       </ul></div>`}`}
   <//>`;
