@@ -23,7 +23,7 @@ class RunRows:
         for child in self.children.all():
             row = known.get(child.name)
             if row is not None and not row["is_live"] and child.started > (row["ended"] or 0.0):
-                # Also where it has ended already: who saw it begin is told, as the row is another one.
+                # Also where it has ended already: the row is another one for who saw it begin.
                 row |= {"resumed": child.started}
                 row |= {"status": "starting", "is_live": True} if child.is_alive else {}
         return [*(row for row in self.starting() if row["id"] not in known), *rows]

@@ -85,7 +85,7 @@ def test_new_and_deleted_runs_are_named(state: ServerState, tmp_path: Path) -> N
     assert ([each["id"] for each in changed["runs"]], changed["removed"]) == (["night~ash"], ["cat"])
 
 
-def test_a_start_that_fails_is_told(state: ServerState, tmp_path: Path) -> None:
+def test_a_start_that_fails_is_reported(state: ServerState, tmp_path: Path) -> None:
     """A process that ends before it has written a record: a page would wait for its first step forever."""
     state.watcher.look()
     started = {"name": "dog", "command": "train", "pid": os.getpid(), "created": process_start(os.getpid())}
