@@ -12,7 +12,7 @@ help:
 	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
 	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
 	@echo "make test-slurm   run a batch on a SLURM cluster of one node; SLURM_PACKAGES=DIR: from Debian packages kept there"
-	@echo "make test-ray   run batches on a Ray cluster of several nodes on this machine (five minutes)"
+	@echo "make test-ray   run batches on a Ray cluster of several nodes on this machine (ten minutes)"
 	@echo "make test-page  run the tests of the page in Chromium, which must be installed"
 	@echo "make test-matrix  run the exactness tests with other instruction sets and numbers of threads"
 	@echo "make regressions  compare speed ratios, memory plans and losses with tests/regressions.json (4 minutes)"

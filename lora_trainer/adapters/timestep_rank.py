@@ -24,7 +24,8 @@ class TimestepRank:
     exponent: float
     timesteps: int
     noise: Tensor | None = None  # [B]: (T - t) / T of the samples of a forward pass; None: all rows
-    masks: dict[int, Tensor] = field(default_factory=dict)  # of this pass, by rank
+    # Of this pass, by rank and device.
+    masks: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
     def rows(self, t: Tensor, rank: int) -> Tensor:
         """How many rows of a layer's `rank` are trained at timesteps t [B]: int64 [B]."""
@@ -51,10 +52,12 @@ class TimestepRank:
         if len(small) != len(self.noise):
             message = f"A layer of the LoRA sees {len(small)} rows in a batch of {len(self.noise)}, so lora.timestep_min_rank cannot tell its samples apart."
             raise TrainingFailed(Problem(message, "Leave that layer out of lora.target_modules, or remove it."))
-        if rank not in self.masks:
+        key = (rank, small.device)
+        if key not in self.masks:
             places = torch.arange(rank, device=small.device)
-            self.masks[rank] = (places < self.rows(self.noise, rank)[:, None]).to(small.dtype)
-        return self.masks[rank]
+            rows = self.rows(self.noise, rank).to(small.device)
+            self.masks[key] = (places < rows[:, None]).to(small.dtype)
+        return self.masks[key]
 
     def watch(self, down: nn.Linear | nn.Conv2d) -> None:
         """Mask the output of a down projection, [B, …, rank] or [B, rank, h, w]."""

@@ -31,7 +31,7 @@ from lora_trainer.batch.live_table import counts, watching
 from lora_trainer.batch.stores import holds_batch, make_store, store_of
 from lora_trainer.batch.summary import FILE as SUMMARY
 from lora_trainer.batch.summary import job_failures, largest_code, write_summary
-from lora_trainer.batch.worker import SAFE, work
+from lora_trainer.batch.worker import SAFE, Adapt, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DONE, INTERRUPTED, Problem, UsageError, UserError
@@ -136,18 +136,19 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     return largest_code(found)
 
 
-def run_worker(output: Path, console: Console, name: str | None = None) -> int:
+def run_worker(output: Path, console: Console, name: str | None = None, adapt: Adapt | None = None) -> int:
     """Take jobs of the batch in `output` until none waits; 0, or the code of the signal that stopped it.
 
     With `name` only that job, once; the result is the job's exit code. A job that a signal stops waits again, for the next
-    worker. How jobs end is in the batch's summary. Raises UsageError where there is no batch, or no such job.
+    worker. `adapt` changes each job's settings for this machine. How jobs end is in the batch's summary. Raises UsageError
+    where there is no batch, or no such job.
     """
     store = store_of(output)
     if name is not None:
         named_jobs(store, [name], "Work on")
     with patient(Patience(store.read_note(WAIT_MINUTES), console.print, lambda: SAFE)), listening():
         with watching(store, console, name):
-            stopped = work(store, kept_families(FAMILIES), hand_back=True, name=name)
+            stopped = work(store, kept_families(FAMILIES), hand_back=True, name=name, adapt=adapt)
         if stopped is not None or name is None:
             return stopped or DONE
         (job,) = named_jobs(store, [name], "Work on")

@@ -110,7 +110,7 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Path]:
 def _run_name(folder: Path) -> str:
     """As the folder's file says, where it can be read; else the folder's own name."""
     try:
-        name = _folder_values(folder).get("run", {}).get("name")
+        name = folder_values(folder).get("run", {}).get("name")
     except (UsageError, AttributeError):  # said when the job's turn comes
         return folder.name
     return name if isinstance(name, str) and name == Path(name).name and name not in ("", EMPTY) else folder.name
@@ -136,7 +136,7 @@ def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
         user.insert(first_flag, Layer(folder.name, values))
         return settle(shared.presets, [*user, Layer("batch", {"run": {"name": name}})])
     try:
-        if values := _folder_values(folder):
+        if values := folder_values(folder):
             user.append(Layer(SETTINGS_FILE, values))
         for section, key in THE_BATCH_DECIDES:
             if isinstance(values.get(section), dict) and key in values[section]:
@@ -150,7 +150,7 @@ def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
     return settle(shared.presets, user, problems)
 
 
-def _folder_values(folder: Path) -> dict[str, Any]:
+def folder_values(folder: Path) -> dict[str, Any]:
     """What a folder's own file sets, with its relative paths made whole; nothing without a file."""
     path = folder / SETTINGS_FILE
     if not path.exists():

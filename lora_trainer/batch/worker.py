@@ -19,6 +19,7 @@ from lora_trainer.batch.job_document import refuse_changed, settings_of
 from lora_trainer.batch.job_store import SHARED, SILENT_SECONDS, TOGETHER, Ending, JobStore, QueuedJob
 from lora_trainer.batch.joint_jobs import claim_others
 from lora_trainer.batch.summary import write_summary
+from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused, UserError
 from lora_trainer.core.interrupt import remembering, signalled, stop_if_signalled, stoppable, stopping_on_signal
 from lora_trainer.core.io import append_text
@@ -34,6 +35,7 @@ from lora_trainer.run.train import ended_by, train
 if TYPE_CHECKING:  # it loads torch
     from lora_trainer.training.run_group import Member
 
+Adapt = Callable[[Resolved, Console], Resolved]
 SAFE = "What each run saved is safe."
 LOG = Path("logs") / "console.txt"
 SAY_EVERY_SECONDS = 1.0
@@ -42,12 +44,17 @@ LOOK_SECONDS = 2.0  # between two looks at the claim of the job that runs
 
 
 def work(
-    store: JobStore, families: Mapping[str, Family], *, hand_back: bool = False, name: str | None = None
+    store: JobStore,
+    families: Mapping[str, Family],
+    *,
+    hand_back: bool = False,
+    name: str | None = None,
+    adapt: Adapt | None = None,
 ) -> int | None:
     """Run waiting jobs until none is left, one after the other or several on one base; the exit code of a signal that stopped this.
 
     With `hand_back` a job that a signal stopped waits again: another worker resumes it. With `name` only that job is run,
-    once, alone. A failed job that is repeated later is waited for.
+    once, alone. A failed job that is repeated later is waited for. `adapt` changes each job's settings for this machine.
     """
     together = 1 if name is not None else store.read_note(TOGETHER) or 1
     while (job := claim_next(store, name)) is not None:
@@ -57,7 +64,7 @@ def work(
 
         def run(job: QueuedJob, stop: Callable[[], None], member: Member | None, stopped: list[int]) -> None:
             with keeping(store, job, stop) as claim:  # encoding and drawing are silent for long
-                ending = attempt(store, job, families, member)
+                ending = attempt(store, job, families, member, adapt)
             status = store.finish(job, ending)
             if status == "stopped" and (hand_back or claim.is_over):
                 store.put_back([job.name])
@@ -99,7 +106,13 @@ def run_together(runs: Mapping[str, Callable[[Callable[[], None], Member], None]
         RunGroup(len(runs)).run({name: partial(work, run) for name, run in runs.items()})
 
 
-def attempt(store: JobStore, job: QueuedJob, families: Mapping[str, Family], member: Member | None = None) -> Ending:
+def attempt(
+    store: JobStore,
+    job: QueuedJob,
+    families: Mapping[str, Family],
+    member: Member | None = None,
+    adapt: Adapt | None = None,
+) -> Ending:
     """Train one folder with both gates, alone or as a member of a group. No error leaves this function."""
     folder = store.output / job.name
     with RunLog(folder) as log:
@@ -108,8 +121,9 @@ def attempt(store: JobStore, job: QueuedJob, families: Mapping[str, Family], mem
             with stopping_on_signal():
                 refuse_changed(store, job.name)
                 resumes = shared_from_json(store.read_note(SHARED)).resume or job.attempts > 1
+                settings = settings_of(store, job)
                 order = make_order(
-                    settings_of(store, job),
+                    settings if adapt is None else adapt(settings, console),
                     resume=resumes,
                     enforce_gates=True,
                     console=console,

@@ -14,7 +14,7 @@ EXAMPLES = """examples:
   lora-trainer ui --port 0 --output night --root ./models --root ./datasets
   lora-trainer ui --host my-server
 """
-PORT, HOST, OUTPUT = 7860, "127.0.0.1", Path("runs")
+PORT, HOST, OUTPUT, DATASETS = 7860, "127.0.0.1", Path("runs"), Path("datasets")
 NEEDED = ("fastapi", "uvicorn")
 
 
@@ -27,6 +27,13 @@ def add_ui_arguments(parser: argparse.ArgumentParser) -> None:
         "which is printed once",
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"folder of runs ({OUTPUT})")
+    parser.add_argument(
+        "--datasets",
+        type=Path,
+        default=DATASETS,
+        metavar="DIR",
+        help=f"folder of the datasets that the page may edit ({DATASETS}); other images are only read",
+    )
     parser.add_argument(
         "--root",
         action="append",
@@ -46,14 +53,16 @@ def ui_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     ]
     if not 0 <= arguments.port <= 65535:
         problems.append(Problem(f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}."))
-    if arguments.output.exists() and not arguments.output.is_dir():
-        problems.append(Problem(f"{arguments.output} is not a folder.", "Choose another --output."))
+    for flag, folder in (("--output", arguments.output), ("--datasets", arguments.datasets)):
+        if folder.exists() and not folder.is_dir():
+            problems.append(Problem(f"{folder} is not a folder.", f"Choose another {flag}."))
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         problems.append(Problem(f"{' and '.join(missing)} cannot be found.", "pip install 'lora-trainer[ui]'"))
     if problems:
         raise UsageError(problems)
     from lora_trainer.web.serve import serve
+    from lora_trainer.web.server_state import ServerOptions
 
-    roots = arguments.root or [Path.home(), Path.cwd()]
-    serve(arguments.host, arguments.port, arguments.output, roots, say)
+    roots = tuple(arguments.root or [Path.home(), Path.cwd()])
+    serve(arguments.host, arguments.port, ServerOptions(arguments.output, roots, None, arguments.datasets), say)
     return DONE

@@ -51,6 +51,7 @@ NUMBERED = "lora_te1"  # prefix of the first of several text encoders in kohya's
 # Entries of a header that only this program writes.
 OWN_VERSION, T5_TOKENS, WITHOUT = "lora_trainer.version", "lora_trainer.t5_tokens", "lora_trainer.without_t5"
 BASE_FORM = "lora_trainer.base_model_form"
+HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")  # entries that name a family
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"

@@ -269,7 +269,8 @@ def _bucket_info(buckets: Mapping[tuple[int, int], int]) -> dict[str, object]:
 def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """The header with kohya's two hashes of the tensors as they will be written (after the last cast)."""
     training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
-    content = save(dict(tensors), training)
+    # With memory of their own: layers that share one, as those with equal halves do after `resize`, are refused by safetensors.
+    content = save({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, training)
     after_header = 8 + int.from_bytes(content[:8], "little")
     legacy = hashlib.sha256(content[LEGACY_FROM : LEGACY_FROM + LEGACY_BYTES]).hexdigest()[:8]
     return {

@@ -18,7 +18,17 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export.fused import divide
-from lora_trainer.export.keys import COMPONENT_OF_PREFIX, DORA_OVER, EMBEDDING, OF_BASE, Found, Key, read_key, resolve
+from lora_trainer.export.keys import (
+    COMPONENT_OF_PREFIX,
+    DORA_OVER,
+    EMBEDDING,
+    HINTS,
+    OF_BASE,
+    Found,
+    Key,
+    read_key,
+    resolve,
+)
 from lora_trainer.export.kohya import fused_ranks
 from lora_trainer.export.layout import Names
 from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, to_lora, update_of
@@ -81,7 +91,6 @@ FORMS = {
     "lycoris": "LyCORIS'",
     "old": "the form that diffusers had before peft",
 }
-HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")
 
 
 def other_method(keys: Sequence[str]) -> str | None:

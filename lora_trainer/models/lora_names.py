@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.keys import KOHYA_DOWN, NUMBERED
+from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
 from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
@@ -73,7 +73,8 @@ def with_family(weights: AdapterWeights) -> AdapterWeights:
     """The same weights, with their family if names, header or shapes identify it."""
     if weights.family:
         return weights
-    known = _by_header(weights) or _by_text(weights)
+    known = family_by_header(weights.metadata.get(HINTS[0], ""), weights.modules)
+    known = known or family_by_text({name: update.weight_shape for name, update in weights.modules.items()})
     fitting = [] if known else _by_shapes(weights)
     return replace(weights, family=known or (fitting[0] if len(fitting) == 1 else None))
 
@@ -183,17 +184,16 @@ def _with_base(weights: AdapterWeights, family: str) -> AdapterWeights:
     return replace(weights, metadata={**base, **weights.metadata})
 
 
-def _by_header(weights: AdapterWeights) -> str | None:
-    """The family whose base model the header names, if the file has such a denoiser: of several, by the most letters."""
-    version_of_file = weights.metadata.get("ss_base_model_version", "")
-    denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
+def family_by_header(version: str, modules: Iterable[str]) -> str | None:
+    """The family whose base model a header names, if the file has such a denoiser: of several, by the most letters."""
+    denoisers = {module.partition(".")[0] for module in modules if not module.startswith("text_encoder")}
     found: dict[str, int] = {}
     for name, family in FAMILIES.items():
-        if not version_of_file or not denoisers <= {family.denoiser.component}:
+        if not version or not denoisers <= {family.denoiser.component}:
             continue
-        version, _ = family.lora_files.base_names(public_architecture(name).facts)
-        if version_of_file.startswith(version) or version.startswith(version_of_file):
-            found[name] = min(len(version), len(version_of_file))
+        known, _ = family.lora_files.base_names(public_architecture(name).facts)
+        if version.startswith(known) or known.startswith(version):
+            found[name] = min(len(known), len(version))
     return max(found, key=lambda name: found[name], default=None)
 
 
@@ -236,15 +236,13 @@ def _last_blocks(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _by_text(weights: AdapterWeights) -> str | None:
-    """The U-Net's family by the width of the text that it reads."""
-    widths = {
-        pair.weight_shape[-1] for name, pair in weights.modules.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))
-    }
+def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """The U-Net's family by the width of the text that it reads: `shapes` are those of the modules' weights."""
+    widths = {shape[-1] for name, shape in shapes.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))}
     for name, family in FAMILIES.items():
         if family.denoiser.component == "unet":
             width = public_architecture(name).denoiser.get("cross_attention_dim")
-            if width in widths and any(module.startswith("unet.") for module in weights.modules):
+            if width in widths and any(module.startswith("unet.") for module in shapes):
                 return name
     return None
 

@@ -68,13 +68,16 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+    if choices.second_gpu and (crowded := cap_memory(order.config, torch.device(choices.second_gpu.value))):
+        order.console.print(f"{choices.second_gpu.value}: {crowded}")
     threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
     if processes.device.type == "cpu":
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
     another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
-    if processes.world == 1 and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
+    is_one = processes.world == 1 and choices.second_gpu is None
+    if is_one and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     refuse_unsuited(order.config, choices, steps.total)

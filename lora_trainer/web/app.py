@@ -15,7 +15,21 @@ from starlette.staticfiles import StaticFiles
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import Problem, UserError
 from lora_trainer.core.version import __version__
-from lora_trainer.web import live, machine_now, new_run, queue_api, runs, tasks
+from lora_trainer.web import (
+    dataset_work,
+    datasets,
+    docs_api,
+    doctor_api,
+    drawn_masks,
+    library,
+    live,
+    machine_now,
+    new_run,
+    queue_api,
+    runs,
+    tasks,
+    uploads,
+)
 from lora_trainer.web.safety import COOKIE, JSON, LOGIN, Guard, Refusal, answer_of
 from lora_trainer.web.server_state import ServerOptions, ServerState, State
 
@@ -24,7 +38,14 @@ ROUTERS: Sequence[APIRouter] = (
     runs.router,
     new_run.router,
     queue_api.router,
+    datasets.router,
+    dataset_work.router,
+    library.router,
+    uploads.router,
+    drawn_masks.router,
     tasks.router,
+    doctor_api.router,
+    docs_api.router,
     machine_now.router,
     live.router,
 )

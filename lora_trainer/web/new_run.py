@@ -25,7 +25,7 @@ from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.imported import FORMATS, import_file
 from lora_trainer.report.read import keeps_state, mapping
 from lora_trainer.report.record import read_record
-from lora_trainer.web.asked_settings import AskedSettings, user_presets
+from lora_trainer.web.asked_settings import AskedSettings, texts_in, user_presets
 from lora_trainer.web.queue_api import add_jobs
 from lora_trainer.web.run_list import folder_of, id_of
 from lora_trainer.web.safety import JSON, Refusal, allowed
@@ -250,7 +250,10 @@ def free_name(asked: NewRun, state: ServerState) -> str:
         if asked.name.startswith(".") and asked.name.strip(".") and "/" not in asked.name:
             raise Refusal(422, Problem(f"{asked.name} is the name of a hidden folder.", "Begin it with a letter."))
         return asked.name
-    stem = re.sub(r"[-_. ]*\{[^{}]*\}", "", Path(asked.data[0]).stem) if asked.data else "demo"
+    sources = asked.settings.get("data.sources") or ()
+    tables = [mapping(each).get("path") for each in sources] if isinstance(sources, list) else []
+    data = [*asked.data, *texts_in(tables)]
+    stem = re.sub(r"[-_. ]*\{[^{}]*\}", "", Path(data[0]).stem) if data else "demo"
     first = stem.strip(". ") or "run"
     taken = {child.name for child in state.children.all() if child.is_alive}
     names = [first, *(f"{first}-{number}" for number in range(2, MOST_NAMES))]

@@ -198,6 +198,7 @@ def row_of(folder: Path, output: Path) -> dict[str, Any]:
         "loss": number(row.get("loss")) if status == "running" else number(training.get("loss_average")),
         "val_loss": number(validation.get("loss")),
         "family": text(mapping(record.get("model")).get("family")) or None,
+        "base": text(mapping(mapping(record.get("config")).get("model")).get("path")) or None,
         "started": number(record.get("started")),
         "ended": changed[0] / 1e9 if changed and status != "running" else None,
         "scores": {name: number(scores.get(name)) for name in ("dataset", "lora")},

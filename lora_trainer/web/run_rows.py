@@ -30,7 +30,7 @@ class RunRows:
 
     def starting(self) -> list[dict[str, Any]]:
         """A row for each run that was started here and has no record, newest first."""
-        unknown = dict.fromkeys(("phase", "total", "loss", "val_loss", "family", "outcome", "preview"))
+        unknown = dict.fromkeys(("phase", "total", "loss", "val_loss", "family", "base", "outcome", "preview"))
         found = []
         for child in reversed(self.children.all()):
             folder = path_of(child.name, self.output)

@@ -30,6 +30,8 @@ from lora_trainer.core.io import finite, read_json, write_json
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 READING = ("GET", "HEAD", "OPTIONS")
 MOST_BYTES = 8_000_000  # of a body; a config has at most 4 million
+# Requests whose body is a file of a dataset: it is written as it comes, within limits of its route.
+WITH_FILE = (("PUT", "/api/datasets/file"), ("PUT", "/api/datasets/mask"))
 COOKIE = "lora_trainer_token"
 LOGIN = "/api/login"
 HEADERS = {
@@ -120,8 +122,13 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             refuse_foreign(scope["method"], scope["path"], headers, self.token)
-            if scope["method"] not in READING:
-                body = await whole_body(receive, headers)
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if (scope["method"], scope["path"]) in WITH_FILE:
+                if kind not in ("text/plain", "application/octet-stream") and not kind.startswith("image/"):
+                    fix = "Send the bytes of an image or a caption, as image/*, text/plain or application/octet-stream."
+                    raise Refusal(415, Problem(f"{kind[:100] or 'A body without a type'} is not read here.", fix))
+            elif scope["method"] not in READING:
+                body = await whole_body(receive, headers, kind)
                 scope, receive = with_body(scope, body)
         except Refusal as refusal:
             await answer_of(refusal)(scope, receive, send_with_headers)
@@ -175,8 +182,8 @@ def cookie_of(headers: Headers) -> str:
     return found.value if found else ""
 
 
-async def whole_body(receive: Receive, headers: Headers) -> bytes:
-    """The body of a request. Raises Refusal where it is larger than any config, or is no JSON."""
+async def whole_body(receive: Receive, headers: Headers, kind: str) -> bytes:
+    """The body of a request, whose type is `kind`. Raises Refusal where it is larger than any config, or is no JSON."""
     too_large = Refusal(413, Problem(f"A request has at most {MOST_BYTES:,} bytes.", "Send a config, not data."))
     length = headers.get("content-length", "0")
     if not length.isdigit() or int(length) > MOST_BYTES:
@@ -193,7 +200,6 @@ async def whole_body(receive: Receive, headers: Headers) -> bytes:
         if not message.get("more_body"):
             break
     body = b"".join(parts)
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in ("", "application/json") or (body and not kind):
         fix = "Send JSON, with the header Content-Type: application/json."
         raise Refusal(415, Problem(f"{kind[:100] or 'A body without a type'} is not read here.", fix))

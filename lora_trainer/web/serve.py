@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -22,8 +22,8 @@ from lora_trainer.web.server_state import ServerOptions, ServerState
 LEAVE_SECONDS = 2  # for open pages when the server ends
 
 
-def serve(host: str, port: int, output: Path, roots: Sequence[Path], say: Callable[[str], None]) -> None:
-    """Serve the runs in `output` at an address; port 0 takes a free one. Runs that it starts do not end with it.
+def serve(host: str, port: int, folders: ServerOptions, say: Callable[[str], None]) -> None:
+    """Serve the runs in `output` of `folders` at an address; port 0 takes a free one. Runs that it starts do not end with it.
 
     Raises UsageError for an address that cannot be used.
     """
@@ -37,8 +37,10 @@ def serve(host: str, port: int, output: Path, roots: Sequence[Path], say: Callab
         ) from error
     with listening:
         number = listening.getsockname()[1]
-        token = None if is_loopback(host) else token_for(output / OWN / "token", say)
-        options = ServerOptions(output.resolve(), tuple(root.resolve() for root in roots), token)
+        token = None if is_loopback(host) else token_for(folders.output / OWN / "token", say)
+        roots = tuple(root.resolve() for root in folders.roots)
+        datasets = folders.datasets and folders.datasets.resolve()
+        options = ServerOptions(folders.output.resolve(), roots, token, datasets)
         shown = f"[{host}]" if ":" in host else host
         say(f"page: http://{shown}:{number}/ (runs in {options.output}; Ctrl+C ends it, not the runs)")
         if "SSH_CONNECTION" in os.environ and token is None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import stat
+import threading
 from pathlib import Path
 
-from PIL import Image
 from starlette.responses import FileResponse
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import atomic_path
+from lora_trainer.data.images.images import TURNS, BrokenImageError, opened, orientation_of, to_rgb
+from lora_trainer.data.sample import Span
 from lora_trainer.web.safety import Refusal
 
 REPORT = "report.html"
@@ -27,10 +30,12 @@ SIGNATURES = {
     b"\xff\xd8\xff": "image/jpeg",
     b"GIF8": "image/gif",
 }
-FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_PIXELS = 100_000_000
 WIDTHS = (32, 2048)
-MOST_THUMBNAILS = 4000  # of some 20 kB each
+MOST_THUMBNAILS = 20_000  # of some 10 kB each
+PRUNED_AFTER = 200  # new ones
+decoding = threading.BoundedSemaphore(2)  # of images at the same time: a large one takes 300 MB
+made = itertools.count()
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -50,7 +55,8 @@ def inside(folder: Path, name: str) -> Path:
 
 def answer_with(path: Path, name: str) -> FileResponse:
     """A file: images as what they are, text as text, the report in a sandbox, and all else to be saved."""
-    kind = image_type(path)
+    with open(path, "rb") as file:
+        kind = image_type_of(file.read(16))
     if kind is None and name == REPORT:
         headers = {"content-security-policy": SANDBOX, "x-frame-options": "SAMEORIGIN"}
         return FileResponse(path, media_type="text/html; charset=utf-8", headers=headers)
@@ -61,10 +67,8 @@ def answer_with(path: Path, name: str) -> FileResponse:
     return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
-def image_type(path: Path) -> str | None:
+def image_type_of(head: bytes) -> str | None:
     """The type of an image by its first bytes; None for what is no image that browsers show."""
-    with open(path, "rb") as file:
-        head = file.read(16)
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for signature, kind in SIGNATURES.items() if head.startswith(signature)), None)
@@ -72,24 +76,31 @@ def image_type(path: Path) -> str | None:
 
 def thumbnail(path: Path, width: int, folder: Path) -> Path:
     """A smaller copy of an image, kept in `folder` by its content. Raises Refusal for what is no image."""
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    kept = folder / digest[:2] / f"{digest}-{width}.webp"
+    return small_copy(path, None, hashlib.sha256(path.read_bytes()).hexdigest(), width, folder)
+
+
+def small_copy(path: Path, span: Span | None, content: str, width: int, folder: Path) -> Path:
+    """The same of an image whose `content` is known; it may lie in a shard. It is turned as it is seen."""
+    kept = folder / content[:2] / f"{content}-{width}.webp"
     if kept.is_file():
         with contextlib.suppress(OSError):
             os.utime(kept)
         return kept
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with decoding, opened(path, span) as image:
             if image.width * image.height > MOST_PIXELS:
-                raise ValueError("too many pixels")
+                raise BrokenImageError("too_large", "has too many pixels.", "")
+            turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
             image.draft("RGB", (width, width))
-            small = image.convert("RGB")
-        small.thumbnail((width, 8 * width))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            small = to_rgb(image)
+            small = small if turn is None else small.transpose(turn)
+            small.thumbnail((width, 8 * width))
+    except BrokenImageError:
         raise Refusal(415, Problem(f"{path.name} is not an image that can be shown.", "Download it.")) from None
     with atomic_path(kept) as temporary:
         small.save(temporary, "WEBP", quality=82)
-    prune(folder)
+    if next(made) % PRUNED_AFTER == 0:
+        prune(folder)
     return kept
 
 

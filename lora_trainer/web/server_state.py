@@ -12,7 +12,9 @@ from fastapi import Depends, Request
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.web.children import Children
+from lora_trainer.web.dataset_index import DatasetIndexes
 from lora_trainer.web.live import Watcher
+from lora_trainer.web.lora_list import LoraList
 from lora_trainer.web.machine_now import Machine
 from lora_trainer.web.planner import Planner
 from lora_trainer.web.run_columns import MetricsOfRuns
@@ -24,11 +26,13 @@ from lora_trainer.web.tasks import TaskList
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`output` is the folder of runs; `roots` are the folders that may be read beside it; `token` is of another address."""
+    """`output` is the folder of runs, `datasets` that of the datasets that may be edited (beside it, if not set); `roots`
+    are the folders that may be read, too; `token` is of another address."""
 
     output: Path
     roots: tuple[Path, ...] = ()
     token: Token | None = None
+    datasets: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,27 @@ class ServerState:
         return self.options.output
 
     @property
+    def datasets(self) -> Path:
+        """The folder of the datasets that may be edited. It is made when something is written."""
+        return self.options.datasets or self.output.with_name("datasets")
+
+    @property
     def own(self) -> Path:
         """The server's own folder."""
         return self.output / OWN
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """The folders that may be read: those of the options, that of the runs, the built-in model and dataset."""
-        return (*self.options.roots, self.output, BASE_FOLDER.parent)
+        """The folders that may be read: those of the options, of the runs and of the datasets, and what is built in."""
+        return (*self.options.roots, self.output, self.datasets, BASE_FOLDER.parent)
 
     @cached_property
     def runs(self) -> RunList:
         return RunList(self.output)
+
+    @cached_property
+    def loras(self) -> LoraList:
+        return LoraList(self.output, self.own, self.roots, self.runs.rows)
 
     @cached_property
     def children(self) -> Children:
@@ -69,6 +82,10 @@ class ServerState:
     @cached_property
     def tasks(self) -> TaskList:
         return TaskList(self.own / "tasks")
+
+    @cached_property
+    def indexes(self) -> DatasetIndexes:
+        return DatasetIndexes(self.own / "datasets")
 
     @cached_property
     def machine(self) -> Machine:

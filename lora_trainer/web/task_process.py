@@ -15,11 +15,11 @@ from lora_trainer.core.io import write_json
 DOCUMENT, LOG, END = "document.json", "log.txt", "end.json"
 
 
-def run(folder: Path, arguments: Sequence[str]) -> None:
-    """Run the command; its standard output is the document, its standard error the log."""
+def run(folder: Path, module: str, arguments: Sequence[str]) -> None:
+    """Run the command, `lora_trainer` or another module; its standard output is the document, its standard error the log."""
     with open(folder / DOCUMENT, "wb") as document, open(folder / LOG, "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "lora_trainer", *arguments], stdin=subprocess.DEVNULL, stdout=document, stderr=log
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=document, stderr=log
         )
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -32,4 +32,4 @@ def run(folder: Path, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2:])
+    run(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

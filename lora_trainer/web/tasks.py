@@ -64,9 +64,15 @@ class TaskList:
         self._ended: dict[str, dict[str, Any]] = {}  # rows that do not change any more
 
     def start(
-        self, kind: str, title: str, arguments: Sequence[str], about: Mapping[str, Any] | None = None
+        self,
+        kind: str,
+        title: str,
+        arguments: Sequence[str],
+        about: Mapping[str, Any] | None = None,
+        *,
+        module: str = "lora_trainer",
     ) -> dict[str, Any]:
-        """Start `lora-trainer ARGUMENTS`; the row of the task. Raises Refusal where too many run, OSError."""
+        """Start `lora-trainer ARGUMENTS`, or another module of the program with them; the row of the task. Raises Refusal where too many run, OSError."""
         with self._lock:
             rows = self._rows()
             if sum(row["status"] == "running" for row in rows) >= MOST_RUNNING:
@@ -78,7 +84,7 @@ class TaskList:
             place = self.folder / str(number)
             place.mkdir(parents=True)
             process = subprocess.Popen(
-                [sys.executable, "-m", "lora_trainer.web.task_process", str(place), *arguments],
+                [sys.executable, "-m", "lora_trainer.web.task_process", str(place), module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -35,24 +35,24 @@ def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):
     assert "OMP_NUM_THREADS" not in local.worker_environment(0, 3), "the user's own word stands"
 
 
-@pytest.mark.parametrize(
-    ("limit_gib", "gpu_gib", "share"),
-    [(None, 24.0, 1.0), (12.0, None, 1.0), (12.0, 23.6, 0.5), (8.0, 24.0, 0.3333), (12.0, 8.0, 1.0)],
-)
-def test_as_many_jobs_share_a_gpu_of_ray_as_their_limit_goes_into_it(limit_gib, gpu_gib, share):
-    assert ray.share_of(limit_gib, gpu_gib) == share
-
-
 def test_all_that_is_wrong_with_the_options_of_ray_is_one_message(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    wrong = {"adress": "auto", "gpus": "2", "cpus": "none"}
+    wrong = {"adress": "auto", "gpus": "2", "cpus": "none", "data": "s3", "store_gib": "-1"}
     with pytest.raises(UsageError) as refused:
         ray.check(ExecutorOptions(1, wrong))
     assert [problem.message for problem in refused.value.problems] == [
         "--executor ray has no option adress.",
         "--executor-option gpus=2: a job trains on one GPU or a part of one.",
         "--executor-option cpus=none is no number of CPUs.",
+        "--executor-option data=s3 is neither path nor store.",
+        "--executor-option store_gib=-1 is no number of GiB.",
         "--executor ray needs Ray.",
     ]
-    with pytest.raises(UsageError, match=r"Set --jobs 3"):
-        ray.refuse_too_many(4, 0.3333, 1.0)
+
+
+@pytest.mark.parametrize(("share", "gpus", "most"), [(0.3333, 1.0, 3), (0.6, 4.0, 4), (0.05, 2.0, 40), (1.0, 8.0, 8)])
+def test_more_jobs_at_once_than_the_gpus_hold_are_refused(share, gpus, most):
+    """Two jobs of 0.6 never share a GPU, however many there are."""
+    ray.refuse_too_many(most, share, gpus)
+    with pytest.raises(UsageError, match=rf"Set --jobs {most},"):
+        ray.refuse_too_many(most + 1, share, gpus)

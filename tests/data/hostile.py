@@ -119,6 +119,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty.png": (bytes_of(b""), "unreadable"),
     "text.png": (bytes_of(b"a photo of a cat\n"), "unreadable"),
     "bad_crc.png": (bad_crc, "unreadable"),
+    "bad_pixels.png": (bytes_of(png(40, 40)[:-13] + b"?" + png(40, 40)[-12:]), "unreadable"),  # the checksum of IDAT
     "no_pixels.tif": (bytes_of(tiff(640, 640, next_directory=8)), "unreadable"),
     "circle.png": (link("circle.png"), "unreadable"),
     "nowhere.png": (link("nowhere/at/all.png"), "unreadable"),

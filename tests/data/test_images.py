@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.images.images import BrokenImageError, header_of, load_rgb, read_header
@@ -33,6 +34,30 @@ def test_exif_rotation_agrees_between_header_and_pixels(tmp_path: Path, ending: 
     bright = {1: pixels[:, -5:], 2: pixels[:, :5], 3: pixels[:, :5], 4: pixels[:, -5:]}
     bright |= {5: pixels[-5:], 6: pixels[-5:], 7: pixels[:5], 8: pixels[:5]}
     assert bright[orientation].mean() > 200
+
+
+def test_exif_behind_the_pixels_of_a_png_turns_it(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "turned.png"
+    Image.fromarray(LANDSCAPE).save(path, exif=exif)
+    data = path.read_bytes()
+    at = data.index(b"eXIf") - 4
+    chunk = data[at : at + 12 + int.from_bytes(data[at : at + 4])]
+    path.write_bytes(data.replace(chunk, b"").replace(data[-12:], chunk + data[-12:]))
+    assert load_rgb(path).size == read_header(path) == (20, 40)
+
+
+def test_the_header_of_a_png_costs_no_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    decode = PngImageFile.load
+    monkeypatch.setattr(PngImageFile, "load", lambda image: calls.append(1) or decode(image))
+    path = tmp_path / "plain.png"
+    Image.fromarray(LANDSCAPE).save(path)
+    assert read_header(path) == (40, 20)
+    assert calls == []
+    assert load_rgb(path).size == (40, 20)
+    assert calls
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])

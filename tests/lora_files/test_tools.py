@@ -107,6 +107,16 @@ def test_files_of_two_programs_are_merged_exactly(forms, to, tmp_path, capsys):
     assert bool(hashes_of(out, header)) == kohya
 
 
+def test_layers_with_an_equal_half_are_resized_and_written(tmp_path):
+    """They are resized together and share its memory, also where no layer of the base model is fused."""
+    block = BLOCK.replace("down_blocks.1", "down_blocks.2")
+    same = {f"{each}.attn2.to_k": pair(32, 768, 4, 0) for each in (BLOCK, block)}
+    source, _ = files(tmp_path, "same", LoraWeights(same))
+    out = tmp_path / "out.safetensors"
+    assert main(["resize", source, "--rank", "2", "--output", str(out)]) == 0
+    assert {each.rank for each in read_lora(out).modules.values()} == {2}
+
+
 def test_a_resized_file_keeps_its_format_and_header_and_says_what_was_kept(tmp_path, capsys):
     source, _ = files(tmp_path, "one", unet_lora(rank=8), dtype=torch.float16)
     out = tmp_path / "out.safetensors"

@@ -93,8 +93,9 @@ def test_files_of_the_image_exist_and_are_sent(checkout: Path) -> None:
     unsent = (".git", ".venv", "tests", "runs", "README.md", "deploy/slurm.sh", ".env")
     assert not any(sent_to_the_builder(checkout, name) for name in unsent)
     project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
-    needed = {*wheel, *project["project"]["license-files"], "constraints.txt", "pyproject.toml", "deploy/launch.sh"}
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    built_from = {*wheel["only-include"], *wheel["force-include"], *project["project"]["license-files"]}
+    needed = built_from | {"pyproject.toml", "deploy/launch.sh"}
     assert needed == set(sources)
 
 

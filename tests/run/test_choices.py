@@ -19,10 +19,13 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.family import Architecture
+from lora_trainer.models.folder import read_config
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
-from lora_trainer.run.choices import Choices, Gpu, choose, choose_encoder_device
+from lora_trainer.run.choices import Choices, Gpu, choose, choose_encoder_device, choose_second_gpu
 from lora_trainer.run.plans.plan import make_plan
+from tests.recipes.recipe import save_tiny_model
 
 
 def put_in_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
@@ -154,3 +157,71 @@ def test_where_images_and_captions_are_encoded(wanted, device, gpus, world, expe
 def test_an_encoder_device_that_is_not_there_is_refused(gpus, world, message):
     with pytest.raises(UsageError, match=message):
         choose_encoder_device("cuda:3", CUDA, gpus, world)
+
+
+def free(gpu: Gpu) -> float:
+    """Another program uses half of the RTX 3090."""
+    return 12.5 if gpu.index == 2 else gpu.gib
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "gpus", "expected"),
+    [
+        (None, CUDA, GPUS, None),
+        ("auto", CUDA, GPUS, "cuda:2"),
+        ("auto", CUDA, GPUS[:2], "cuda:1"),
+        ("auto", torch.device("cuda", 1), GPUS, "cuda:0"),
+        ("auto", CUDA, GPUS[:1], None),
+        ("auto", torch.device("cpu"), GPUS, None),
+        ("cuda:1", CUDA, GPUS, "cuda:1"),
+    ],
+)
+def test_where_the_later_blocks_are(wanted, device, gpus, expected):
+    found = choose_second_gpu(wanted, device, gpus, 1, free)
+    assert (found and found.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "gpus", "world", "message"),
+    [
+        ("cuda:3", CUDA, GPUS, 1, "cuda:3, and this machine shows 3 GPUs: cuda:0, cuda:1, cuda:2"),
+        ("cuda:1", CUDA, GPUS[:1], 1, "cuda:1, and this machine shows 1 GPU: cuda:0"),
+        ("cuda:0", CUDA, GPUS, 1, "cuda:0, and that GPU holds the other blocks"),
+        ("cuda:1", torch.device("cpu"), [], 1, "cuda:1, and this run trains on the CPU"),
+        ("auto", CUDA, GPUS, 4, "auto divides the model of one process, and 4 train"),
+    ],
+)
+def test_a_second_gpu_that_cannot_be_used_is_refused(wanted, device, gpus, world, message):
+    with pytest.raises(UsageError, match=message):
+        choose_second_gpu(wanted, device, gpus, world, free)
+
+
+def test_a_model_is_divided_by_what_both_gpus_have(monkeypatch, tmp_path):
+    """The GPU with more room holds more blocks. An older second GPU is refused, and with one GPU nothing is divided."""
+    family, model = FAMILIES["sd15"], save_tiny_model(tmp_path)
+    architecture = Architecture(family.describe(model), read_config(model, "unet/config.json"))
+    put_in_gpu(monkeypatch, 5.8)
+    monkeypatch.setattr(choices, "left_gib", lambda device: sizes[device.index or 0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+
+    def divided(wanted: str = "auto") -> Choices:
+        resolved = resolve([Layer("--set", {"memory": {"second_gpu": wanted}})])
+        return choose(resolved, family, architecture, CUDA, 1)
+
+    sizes, capability = [1.0, 1.0], 8
+    monkeypatch.setattr(choices, "visible_gpus", lambda: GPUS[:1])
+    assert (divided().second_gpu, divided().divided, divided().layout.second) == (None, None, None)
+    monkeypatch.setattr(choices, "visible_gpus", lambda: GPUS[:2])
+    equal = divided()
+    assert equal.layout.second == torch.device("cuda", 1)
+    assert "on the second GPU" in str(equal.predicted)
+    assert any(line.startswith("second GPU: cuda:1 (RTX 3060") for line in equal.lines)
+    blocks = []
+    for both in ([0.85, 4.0], [1.0, 1.0], [4.0, 0.85]):
+        sizes[:] = both
+        blocks += [divided().divided]
+    assert blocks == sorted(blocks, reverse=True)
+    assert blocks[0] > blocks[-1]
+    capability = 7
+    with pytest.raises(UsageError, match="second_gpu=cuda:1 has no bf16 units"):
+        divided("cuda:1")

@@ -40,6 +40,15 @@ def test_a_plan_shows_the_host_memory_of_block_swap() -> None:
     assert whole.to_json()["host_gib"] == whole.phases["cache"].host_gib == 0.0
 
 
+def test_a_model_with_fewer_blocks_to_swap_in_4_bits_is_planned_on_a_gpu_that_is_too_small(tmp_path: Path) -> None:
+    """Blocks far smaller than the largest are not swapped, and 4 bits leave some of a tiny model below that."""
+    values = {"model": {"path": str(save_tiny_model(tmp_path))}}
+    plan = make_plan(resolve([Layer("--set", values)]), gpu_gib=0.5, data=((), ()))
+    assert plan.fits is False
+    assert plan.fit.precision == "nf4"
+    assert plan.fit.swapped == plan.fit.swappable > 0
+
+
 def test_a_run_warns_of_scarce_host_memory_and_is_refused_without_enough(monkeypatch) -> None:
     monkeypatch.setattr(choices, "cuda_memory_gib", lambda: 6.0)
     monkeypatch.setattr(choices, "left_gib", lambda device: 6.0)

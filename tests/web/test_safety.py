@@ -17,10 +17,15 @@ from lora_trainer.web.served_files import inside
 from tests.conftest import needs_links
 from tests.web.site import ADDRESS, app_of, problems_of, site, write_run
 
-READ = ("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/openapi.json")
+READ = (
+    *("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/api/doctor", "/openapi.json"),
+    *("/api/docs", "/api/docs/memory", "/api/docs/files/report.png", "/api/loras", "/api/datasets"),
+)
 CHANGE = (
     *("/api/runs", "/api/runs/cat/resume", "/api/runs/cat/stop", "/api/runs/cat/requests", "/api/plan", "/api/import"),
-    *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel"),
+    *("/api/presets", "/api/queue", "/api/queue/work", "/api/queue/cat/cancel", "/api/doctor"),
+    *("/api/loras/tools", "/api/loras/sheets", "/api/loras/folders"),
+    *("/api/datasets/captions", "/api/datasets/edit", "/api/datasets/copy", "/api/datasets/caption"),
 )
 OURS = {"origin": ADDRESS, "sec-fetch-site": "same-origin"}
 
@@ -201,7 +206,7 @@ def test_the_server_loads_no_torch(checkout: Path, tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\nfrom starlette.testclient import TestClient\n"
         "from lora_trainer.web.app import make_app\nfrom lora_trainer.web.server_state import ServerOptions\n"
         "client = TestClient(make_app(ServerOptions(Path(sys.argv[1]))), base_url='http://localhost')\n"
-        "paths = ('runs', 'settings', 'queue', 'machine', 'browse')\n"
+        "paths = ('runs', 'settings', 'queue', 'machine', 'browse', 'datasets')\n"
         "assert all(client.get('/api/' + path).status_code == 200 for path in paths)\n"
         "print([name for name in ('torch', 'diffusers', 'transformers', 'peft') if name in sys.modules])\n"
     )

@@ -2,39 +2,74 @@
 
 A task claims its job from the store in the shared folder, trains it and records the end there. When its node dies, the job
 waits again as soon as its holder is known to be dead, and the next task continues it from its checkpoint. Nodes may be
-added and removed meanwhile. Ray's own retries are off: the store decides what is repeated, and when.
+added and removed meanwhile. Jobs share GPUs by their memory plans (`gpu_shares.py`), and with `data=store` the datasets
+travel through Ray's object store (`data_pack.py`). Ray's own retries are off: the store decides what is repeated, and when.
 """
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import math
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from lora_trainer.batch.data_pack import DataPack, copied, files_of, pack
 from lora_trainer.batch.executors import ExecutorOptions
+from lora_trainer.batch.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
 from lora_trainer.batch.job_document import settings_of
 from lora_trainer.batch.job_store import JobStore, QueuedJob
-from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, nearest
+from lora_trainer.config.layers import Resolved
+from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, gathering, nearest
+from lora_trainer.core.findings import counted
 from lora_trainer.core.interrupt import code_of_signal
 from lora_trainer.core.version import __version__
+from lora_trainer.data.moved import data_below
 from lora_trainer.run.order import plain_console
 
 IS_SHARED, CONTINUES = True, False
-OPTIONS = {"address": "auto", "gpus": "auto", "cpus": "1"}
+OPTIONS = {"address": "auto", "gpus": "auto", "cpus": "1", "data": "path", "store_gib": "8", "scratch": ""}
 LOOK_EVERY_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 120.0  # a node may have to start Python first
 SAVE_SECONDS = 600.0  # that tasks may take to save when this is stopped
 IDLE_SECONDS = 60.0  # without a running job before a line says so
 MOST_REFUSALS = 3  # by nodes, of one job
-Answer = tuple[int, list[tuple[str, str]]]  # of a task: an exit code, and problems with their fixes
+NAMES_SHOWN = 3  # of jobs with one problem
+OPEN = ("waiting", "running")
+
+
+@dataclass(frozen=True)
+class TaskOrder:
+    """What a task is to do: train this job of the batch in `output` with a share of a GPU. Its data is read by path, or is
+    that of a pack, copied to `scratch` on the node, by default to the folder of temporary files."""
+
+    output: str
+    name: str
+    share: GpuShare
+    data: DataPack | None = None
+    scratch: str = ""
+
+
+@dataclass(frozen=True)
+class TaskEnd:
+    """How a task ended: an exit code, and the problems, with fixes, that kept it from beginning. `too_small` is the node whose
+    GPU is smaller than that of the job's share, with its GiB."""
+
+    code: int
+    problems: Sequence[tuple[str, str]] = ()
+    too_small: tuple[str, float] | None = None
 
 
 def check(options: ExecutorOptions) -> None:
@@ -50,6 +85,10 @@ def check(options: ExecutorOptions) -> None:
         problems.append(Problem(message, "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs."))
     if not 0.0 < number(cpus) < math.inf:
         problems.append(Problem(f"--executor-option cpus={cpus} is no number of CPUs.", "For example: cpus=4"))
+    if (data := chosen(options, "data")) not in ("path", "store"):
+        problems.append(Problem(f"--executor-option data={data} is neither path nor store.", "For example: data=store"))
+    if not 0.0 < number(most := chosen(options, "store_gib")) < math.inf:
+        problems.append(Problem(f"--executor-option store_gib={most} is no number of GiB.", "For example: store_gib=8"))
     if importlib.util.find_spec("ray") is None:
         problems.append(Problem("--executor ray needs Ray.", "pip install 'lora-trainer[ray]'"))
     if problems:
@@ -76,8 +115,11 @@ def number(text: str) -> float:
 
 def refuse_too_many(jobs: int, gpus: float, there: float) -> None:
     """Raise UsageError for more jobs at once than the cluster's GPUs hold."""
-    if gpus > 0.0 and jobs > (most := int(there / gpus + 1e-6)):
-        message = f"{jobs} jobs at once need {jobs * gpus:g} GPUs ({gpus:g} each), and the Ray cluster has {there:g}."
+    if gpus > 0.0 and jobs > (most := int(there) * int(1.0 / gpus + 1e-6)):
+        held = counted(most, "job")
+        message = (
+            f"The Ray cluster has {there:g} GPUs: {held} at once with {gpus:g} of a GPU each, and --jobs is {jobs}."
+        )
         raise UsageError(Problem(message, f"Set --jobs {most}, or add nodes first."))
 
 
@@ -102,15 +144,25 @@ def connect(address: str) -> Mapping[str, float]:
 def submit(store: JobStore, options: ExecutorOptions) -> int | None:
     """Give waiting jobs to the cluster until none is left.
 
-    A signal lets each task save its job, which then waits again. Raises UsageError where a node cannot run the jobs,
-    before any is submitted, and TrainingFailed where nodes that came later refuse one job again and again.
+    A signal lets each task save its job, which then waits again. Raises UsageError where a node cannot run the jobs, where a
+    job fits no GPU, or where its data is too large for the object store, before any is submitted, and TrainingFailed where
+    nodes that came later refuse one job again and again.
     """
     resources = connect(chosen(options, "address"))
-    gpu_gib = ask_nodes(store.output)
-    shares = {job.name: gpu_share(store, job, chosen(options, "gpus"), gpu_gib) for job in store.read_jobs()}
-    if any(shares.values()):
-        refuse_too_many(options.jobs, max(shares.values()), resources.get("GPU", 0.0))
-    tasks = Tasks(store, number(chosen(options, "cpus")), shares)
+    nodes = ask_nodes(store.output)
+    shares = JobShares(store, chosen(options, "gpus"), GpuShares([size for size in nodes.values() if size]))
+    data = StoredData(store, number(chosen(options, "store_gib"))) if chosen(options, "data") == "store" else None
+    left = [job for job in store.read_jobs() if job.status in OPEN]
+    problems = list[Problem]()
+    with gathering(problems):
+        if smallest := shares.check(left):
+            refuse_too_many(min(options.jobs, len(left)), smallest, resources.get("GPU", 0.0))
+    with gathering(problems):
+        if data is not None:
+            data.check(left)
+    if problems:
+        raise UsageError(problems)
+    tasks = Tasks(store, options, shares, data, nodes)
     try:
         while tasks.look(options.jobs):
             pass
@@ -124,11 +176,122 @@ def cancel(store: JobStore, names: Collection[str]) -> None:
     """Nothing: a task reads its job from the store before it begins."""
 
 
-class Tasks:
-    """The tasks that the cluster has now."""
+@dataclass
+class JobShares:
+    """The part of a GPU of each job: that which the user `wanted`, or with `auto` by its memory plan."""
 
-    def __init__(self, store: JobStore, cpus: float, shares: Mapping[str, float]) -> None:
-        self.store, self.cpus, self.shares = store, cpus, shares
+    store: JobStore
+    wanted: str
+    by_plan: GpuShares
+
+    def of(self, job: QueuedJob) -> GpuShare:
+        """Raises UsageError where the job's plan fits no GPU."""
+        if self.wanted != "auto":
+            return self.by_plan.fixed(number(self.wanted))
+        try:
+            resolved = settings_of(self.store, job)
+        except UsageError:  # its settings are wrong, which its task will say
+            return GpuShare(0.0)
+        return self.by_plan.of(resolved)
+
+    def check(self, jobs: Sequence[QueuedJob]) -> float:
+        """Print the shares of these jobs; the smallest, 0 where none needs a GPU. Raises UsageError where some fit no GPU."""
+        found, refused = list[tuple[GpuShare, float | None]](), dict[Problem, list[str]]()
+        for job in jobs:
+            try:
+                share = self.of(job)
+                own = settings_of(self.store, job).config.memory.limit_gib if share.gpus else None
+            except UsageError as error:
+                refused.setdefault(error.problems[0], []).append(job.name)
+                continue
+            if share.gpus:
+                found.append((share, own))
+        for reason, count in self.by_plan.no_plan.items():
+            line = f"No memory plan for {counted(count, 'job')} ({reason}): the GPU share follows memory.limit_gib."
+            plain_console().print(line)
+        for line in lines_of(found):
+            plain_console().print(line)
+        if refused:
+            raise UsageError(
+                Problem(f"{listed(names)}: {problem.message}", problem.fix) for problem, names in refused.items()
+            )
+        return min((share.gpus for share, _ in found), default=0.0)
+
+
+def listed(names: Sequence[str]) -> str:
+    """`ash, birch, cedar and 9 more`."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+@dataclass
+class StoredData:
+    """The datasets in Ray's object store: put there when a job of them is submitted, and kept until all of those ended."""
+
+    store: JobStore
+    most_gib: float  # of one job
+    packs: dict[str, DataPack] = field(default_factory=dict)  # by the sources
+    used: dict[str, str] = field(default_factory=dict)  # the sources of each job that was submitted
+
+    def check(self, jobs: Sequence[QueuedJob]) -> None:
+        """Print what is copied. Raises UsageError for datasets that are too large."""
+        known, by_path, problems = dict[str, float](), dict[str, list[str]](), list[Problem]()
+        for job in jobs:
+            try:
+                config = settings_of(self.store, job).config
+                size = files_of(config).gib
+            except UsageError:  # its settings are wrong, which its task will say
+                continue
+            except OSError as error:
+                by_path.setdefault(error.strerror or str(error), []).append(job.name)
+                continue
+            known[str(config.data.sources)] = size
+            if size > self.most_gib:
+                message = (
+                    f"{job.name}: its data has {size:.3g} GiB, and data=store takes at most {self.most_gib:g} of a job."
+                )
+                fix = f"Use data=path on a disk that all nodes share, or --executor-option store_gib={math.ceil(size)}"
+                problems.append(Problem(message, fix))
+        if problems:
+            raise UsageError(problems)
+        for reason, names in by_path.items():
+            plain_console().print(f"{listed(names)}: data is read by path, not from the object store: {reason}")
+        plain_console().print(
+            f"data: {counted(len(known), 'dataset')}, {sum(known.values()):.3f} GiB, through Ray's object store"
+        )
+
+    def pack_of(self, job: QueuedJob) -> DataPack | None:
+        """Put a job's data into the object store, unless it is there; None where it is to be read by path. Raises RayError."""
+        import ray
+
+        try:
+            config = settings_of(self.store, job).config
+            key = str(config.data.sources)
+            if key not in self.packs:
+                self.packs[key] = pack(files_of(config), ray.put)
+        except (UsageError, OSError):  # `check` named the reason, or its task will
+            return None
+        self.used[job.name] = key
+        return self.packs[key]
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Let Ray free the data of all jobs but these."""
+        self.used = {name: key for name, key in self.used.items() if name in names}
+        self.packs = {key: packed for key, packed in self.packs.items() if key in self.used.values()}
+
+
+class Tasks:
+    """The tasks that the cluster has now. `nodes` are those with GPUs, with the size of the smallest in GiB."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        options: ExecutorOptions,
+        shares: JobShares,
+        data: StoredData | None,
+        nodes: Mapping[str, float | None],
+    ) -> None:
+        self.store, self.options, self.shares, self.data, self.nodes = store, options, shares, data, dict(nodes)
         self.refusals = dict[str, int]()
         self.names = dict[Any, str]()  # of the job of each task
         self.idle_since: float | None = time.monotonic()
@@ -142,10 +305,9 @@ class Tasks:
         ready = [job for job in found if job.status == "waiting" and not job.retry_in]
         for job in sorted(ready, key=lambda job: -job.priority):
             if len(self.names) < jobs and job.name not in self.names.values():
-                task = ray.remote(  # one call for each process, which frees its GPU when its job has ended
-                    num_cpus=self.cpus, num_gpus=self.shares.get(job.name, 0.0), max_retries=0, max_calls=1
-                )(work_on_node)
-                self.names[task.remote(str(self.store.output.resolve()), job.name)] = job.name
+                self.begin(job)
+        if self.data is not None:
+            self.data.keep_only([job.name for job in found if job.status in OPEN])
         if any(job.status == "running" for job in found) or not self.names:
             self.idle_since = time.monotonic()
         elif self.idle_since is not None and time.monotonic() - self.idle_since > IDLE_SECONDS:
@@ -159,24 +321,57 @@ class Tasks:
             self.end(task)
         return True
 
+    def begin(self, job: QueuedJob) -> None:
+        """Submit a job. Raises TrainingFailed where the object store cannot hold its data."""
+        import ray
+
+        try:
+            share = self.shares.of(job)
+        except UsageError:  # it was put back later, and fits no GPU, which its run will say
+            share = GpuShare(1.0)
+        try:
+            data = None if self.data is None else self.data.pack_of(job)
+        except ray.exceptions.RayError as error:
+            self.stop()
+            message = f"{job.name}: its data cannot be put into Ray's object store ({type(error).__name__})."
+            fix = "Start Ray with a larger --object-store-memory, or use data=path."
+            raise TrainingFailed(Problem(message, fix)) from error
+        too_small = [node for node, gib in self.nodes.items() if share.gpus and is_smaller(gib, share)]
+        task = ray.remote(  # one call for each process, which frees its GPU when its job has ended
+            num_cpus=number(chosen(self.options, "cpus")),
+            num_gpus=share.gpus,
+            max_retries=0,
+            max_calls=1,
+            label_selector={"ray.io/node-id": f"!in({','.join(too_small)})"} if too_small else None,
+        )(work_on_node)
+        scratch = chosen(self.options, "scratch")
+        order = TaskOrder(str(self.store.output.resolve()), job.name, share, data, scratch)
+        self.names[task.remote(order)] = job.name
+
     def end(self, task: Any) -> None:
         """Read how a task ended. A job whose worker or node died stays claimed until that is known."""
         import ray
 
         name = self.names.pop(task)
         try:
-            code, problems = ray.get(task)
+            ended = ray.get(task)
         except ray.exceptions.RayTaskError as error:  # such as a node without this package
-            code, problems = 1, [(f"a node cannot run it: {str(error.cause or error).splitlines()[-1]}", "")]
+            ended = TaskEnd(1, [(f"a node cannot run it: {str(error.cause or error).splitlines()[-1]}", "")])
         except ray.exceptions.RayError as error:
             plain_console().print(f"{name}: its node or worker was lost ({type(error).__name__}); it will be continued")
             return
-        if problems:
+        if ended.too_small is not None:
+            node, gib = ended.too_small
+            plain_console().print(f"{name}: Ray node {node[:12]} has a GPU of {gib:.3g} GiB, and gets no such job")
+            self.nodes[node] = gib
+        if ended.problems:
+            if self.data is not None:  # it may have been lost with a node
+                self.data.keep_only(self.names.values())
             self.refusals[name] = self.refusals.get(name, 0) + 1
             if self.refusals[name] >= MOST_REFUSALS:
                 self.stop()
-                raise TrainingFailed([Problem(f"{name}: {message}", fix) for message, fix in problems])
-            plain_console().print(f"warning: {name} (exit code {code}): {problems[0][0]}")
+                raise TrainingFailed([Problem(f"{name}: {message}", fix) for message, fix in ended.problems])
+            plain_console().print(f"warning: {name} (exit code {ended.code}): {ended.problems[0][0]}")
 
     def stop(self) -> None:
         """Let each task save its job. Those that have not ended after ten minutes are left to themselves."""
@@ -188,22 +383,51 @@ class Tasks:
         self.names.clear()
 
 
-def work_on_node(output: str, name: str) -> Answer:
-    """A task: train this job of the batch, once. Its exit code, and what kept it from beginning."""
+def work_on_node(order: TaskOrder) -> TaskEnd:
+    """A task: train this job of the batch, once."""
+    import ray
+
     from lora_trainer.batch.batch import run_worker
 
+    def adapt(settings: Resolved, console: Console) -> Resolved:
+        now, own = limited(settings, order.share.limit_gib), settings.config.memory.limit_gib
+        if order.share.gpus:
+            held = "" if now is settings else f"; memory.limit_gib={now.config.memory.limit_gib:g} for this run"
+            console.print(f"GPU share: {order.share.describe(own)}{held}")
+        if order.data is not None:
+            console.print(f"data: {counted(order.data.files, 'file')} from Ray's object store, in {folder}")
+        return now
+
     try:
-        return run_worker(Path(output), plain_console(), name), []
+        if order.share.gpus and is_smaller(gib := min(gpu_gibs(), default=None), order.share):
+            return TaskEnd(0, too_small=(ray.get_runtime_context().get_node_id(), gib or 0.0))
+        with ExitStack() as stack:
+            folder = None
+            if order.data is not None:
+                scratch = (
+                    Path(order.scratch)
+                    if order.scratch
+                    else Path(tempfile.gettempdir(), f"lora-trainer-data-{getattr(os, 'getuid', getpass.getuser)()}")
+                )
+                pieces = (ray.get(piece) for piece in order.data.pieces)
+                folder = stack.enter_context(copied(order.data, pieces, scratch.resolve()))
+            stack.enter_context(data_below(folder))
+            return TaskEnd(run_worker(Path(order.output), plain_console(), order.name, adapt))
     except UserError as error:
-        return error.exit_code, [(problem.message, problem.fix) for problem in error.problems]
+        return TaskEnd(error.exit_code, [(problem.message, problem.fix) for problem in error.problems])
     except KeyboardInterrupt:  # cancelled by Ray, before the job began
-        return INTERRUPTED, []
+        return TaskEnd(INTERRUPTED)
     except SystemExit as leaving:  # Ray would take it for a crash
-        return leaving.code if isinstance(leaving.code, int) else INTERRUPTED, []
+        return TaskEnd(leaving.code if isinstance(leaving.code, int) else INTERRUPTED)
 
 
-def ask_nodes(output: Path) -> float | None:
-    """Ask every node whether it can run the jobs; the memory of the smallest GPU in GiB, None where none is known.
+def is_smaller(gib: float | None, share: GpuShare) -> bool:
+    """Whether a GPU is smaller than that of a share."""
+    return gib is not None and share.gpu_gib is not None and gib + HIDDEN_GIB < share.gpu_gib
+
+
+def ask_nodes(output: Path) -> dict[str, float | None]:
+    """Ask every node whether it can run the jobs; for each that has GPUs the memory of the smallest in GiB, where it is known.
 
     Raises UsageError with all nodes that cannot: another version of this program, or `output` not shared.
     """
@@ -218,9 +442,9 @@ def ask_nodes(output: Path) -> float | None:
             if node["Alive"] and node["Resources"].get("CPU"):
                 where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 probe = ray.remote(answer).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-                asked[probe.remote(str(token.resolve()))] = node["NodeManagerAddress"]
-        problems, sizes, deadline = list[Problem](), list[float](), time.monotonic() + PROBE_SECONDS
-        for task, address in asked.items():
+                asked[probe.remote(str(token.resolve()))] = node
+        problems, sizes, deadline = list[Problem](), dict[str, float | None](), time.monotonic() + PROBE_SECONDS
+        for task, node in asked.items():
             try:
                 wrong, gibs = ray.get(task, timeout=max(1.0, deadline - time.monotonic()))
             except ray.exceptions.RayTaskError as error:
@@ -233,13 +457,15 @@ def ask_nodes(output: Path) -> float | None:
                 continue  # it died a moment ago, and the cluster had not noticed
             except ray.exceptions.RayError as error:
                 wrong, gibs = [(f"it does not answer ({type(error).__name__})", "Look at it with: ray status")], []
+            address = node["NodeManagerAddress"]
             problems += [Problem(f"Ray node {address}: {message}.", fix) for message, fix in wrong]
-            sizes += gibs
+            if node["Resources"].get("GPU"):
+                sizes[node["NodeID"]] = min(gibs, default=None)
     finally:
         token.unlink(missing_ok=True)
     if problems:
         raise UsageError(problems)
-    return min(sizes, default=None)
+    return sizes
 
 
 def answer(token: str) -> tuple[list[tuple[str, str]], list[float]]:
@@ -253,31 +479,13 @@ def answer(token: str) -> tuple[list[tuple[str, str]], list[float]]:
         return [
             (f"it has lora-trainer {__version__}, and this batch is of {version}", "Install the same on all nodes.")
         ], []
+    return [], gpu_gibs()
+
+
+def gpu_gibs() -> list[float]:
+    """The memory of this machine's GPUs in GiB; nothing where it is not known."""
     if (program := shutil.which("nvidia-smi")) is None:
-        return [], []
+        return []
     asked = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     found = subprocess.run(asked, capture_output=True, text=True, timeout=CONNECT_SECONDS, check=False)
-    return [], [float(line) / 1024 for line in found.stdout.split() if line.replace(".", "").isdigit()]
-
-
-def gpu_share(store: JobStore, job: QueuedJob, wanted: str, gpu_gib: float | None) -> float:
-    """The part of a GPU that a job is given.
-
-    With `auto` as many jobs share a GPU as their `memory.limit_gib`, into which the memory plan fits each, goes into it.
-    """
-    if wanted != "auto":
-        return number(wanted)
-    try:
-        return share_of(settings_of(store, job).config.memory.limit_gib, gpu_gib)
-    except UsageError:  # its settings are wrong, which its task will say
-        return 0.0
-
-
-def share_of(limit_gib: float | None, gpu_gib: float | None) -> float:
-    """1 / the number of jobs with this limit that a GPU of this size holds, in Ray's precision; 1 where one is not known.
-
-    Half a GiB is allowed for: a GPU of 24 GB shows a little less.
-    """
-    if limit_gib is None or gpu_gib is None:
-        return 1.0
-    return math.floor(10_000 / max(1, int((gpu_gib + 0.5) / limit_gib))) / 10_000
+    return [float(line) / 1024 for line in found.stdout.split() if line.replace(".", "").isdigit()]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,10 @@ TURNS: dict[int, Image.Transpose] = {
 }
 SIDEWAYS = (5, 6, 7, 8)
 QUARTERS = tuple(TURNS[orientation] for orientation in SIDEWAYS)
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+CHUNKS_WITH_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+MOST_CHUNKS = 100_000
 
 # Pillow refuses from twice its own warning limit on; the same number, named.
 MOST_PIXELS = 178_956_970
@@ -144,9 +149,46 @@ def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation, 1 when there is none or it cannot be read."""
     try:
+        if image.format == "PNG" and image.fp is not None and not has_words_after_pixels(image.fp):
+            return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
         return int(image.getexif().get(ORIENTATION_TAG, 1))
     except Exception:  # noqa: BLE001 - damaged metadata must not cost a good image
         return 1
+
+
+def png_chunks(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Name and length of each chunk of a PNG; the file is then at the chunk's content, and in the end where it was."""
+    place, at = file.tell(), len(PNG_SIGNATURE)
+    try:
+        for _ in range(MOST_CHUNKS):
+            file.seek(at)
+            head = file.read(8)
+            if len(head) < 8:
+                return
+            length = int.from_bytes(head[:4])
+            yield head[4:], length
+            at += 12 + length  # length, name, content, checksum
+    finally:
+        file.seek(place)
+
+
+def has_words_after_pixels(file: IO[bytes]) -> bool:
+    """Whether a PNG has EXIF or text behind its pixels, where Pillow looks for a turn by decoding all of them."""
+    names = [name for name, _ in png_chunks(file)]
+    return len(names) == MOST_CHUNKS or any(name in CHUNKS_WITH_WORDS for name in names[names.index(b"IDAT") :])
+
+
+def refuse_damaged_pixels(image: Image.Image) -> None:
+    """Raise BrokenImageError where a checksum of a PNG's pixels is wrong: Pillow reads on, and shows other pixels."""
+    if image.format != "PNG" or image.fp is None:
+        return
+    for name, length in png_chunks(image.fp):
+        if name == b"IDAT":
+            found = zlib.crc32(name)
+            while length and (part := image.fp.read(min(length, 2**20))):
+                found, length = zlib.crc32(part, found), length - len(part)
+            if len(stored := image.fp.read(4)) == 4 and stored != found.to_bytes(4):  # Pillow finds what is cut off
+                raise BrokenImageError("unreadable", "has a wrong checksum.", "Replace or remove it.")
 
 
 def load_rgb(path: Path, span: Span | None = None) -> Image.Image:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.data.images.images import BrokenImageError, header_of, opened, unreadable
+from lora_trainer.data.images.images import BrokenImageError, header_of, opened, refuse_damaged_pixels, unreadable
 from lora_trainer.data.images.measures import Seen, measure, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
 from lora_trainer.data.images.remote import RemoteError, is_pointer
@@ -126,7 +126,39 @@ def _measured(path: Path, span: Span | None, content: str) -> Seen:
         # Measures are kept by content: those of other bytes must not be stored under it.
         raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
+        refuse_damaged_pixels(image)
         return measure(image)
 
 
-JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts, "seen": read_seen}
+def write_gray_mask(what: tuple[str, str, str]) -> dict[str, Any]:
+    """The worker's job: a mask that somebody drew for an image, written again as 8-bit gray PNG without anything else.
+
+    It must be gray, of the image's size as it is seen, and not black all over.
+    """
+    image, drawn, target = map(Path, what)
+    try:
+        header = header_of(image)
+        with opened(drawn) as mask:
+            if mask.format != "PNG" or mask.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+                message = f"is {mask.format} of mode {mask.mode}, not a PNG of 8 bits."
+                raise BrokenImageError("mask_differs", message, "Save it as a gray PNG.")
+            if mask.size != (header.width, header.height):
+                message = f"is {mask.width}×{mask.height}, the image {header.width}×{header.height}."
+                raise BrokenImageError("mask_differs", message, "Draw the mask at the size of the image.")
+            red, green, blue, alpha = mask.convert("RGBA").split()
+        if alpha.getextrema() != (255, 255) or red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes():
+            raise BrokenImageError("mask_differs", "has colors or transparency.", "Save it as a gray PNG.")
+        if red.getextrema() == (0, 0):
+            raise BrokenImageError(
+                "mask_differs", "is black: nothing of the image would count.", "Paint what counts, or remove the mask."
+            )
+    except BrokenImageError as broken:
+        return {"broken": [broken.code, broken.message, broken.fix]}
+    try:
+        red.save(target, "PNG")
+    except OSError as error:
+        return {"errno": error.errno}
+    return {"white": sum(level * count for level, count in enumerate(red.histogram())) / (255 * red.width * red.height)}
+
+
+JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts, "seen": read_seen, "mask": write_gray_mask}

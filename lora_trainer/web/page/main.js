@@ -9,12 +9,17 @@ const PAGES = [
   ["", "Start", async () => Start],
   ["runs", "Runs", async () => (await import("./runs.js")).Runs],
   ["new", "New run", async () => (await import("./new_run.js")).NewRun],
+  ["datasets", "Datasets", async () => (await import("./datasets.js")).Datasets],
   ["queue", "Queue", async () => (await import("./queue.js")).Queue],
+  ["library", "Library", async () => (await import("./library.js")).Library],
+  ["doctor", "Doctor", async () => (await import("./doctor.js")).Doctor],
+  ["docs", "Docs", async () => (await import("./docs.js")).Docs],
 ];
 const OF_A_RUN = {
   run: async () => (await import("./run.js")).Run,
   verdict: async () => (await import("./verdict.js")).Verdict,
 };
+const STAY = ["docs", "doctor"]; // pages that keep what was typed and loaded when the id changes
 const loaded = new Map();
 
 // Of `#/page/id/rest`, each part decoded; a part that cannot be decoded stays as it is.
@@ -45,7 +50,7 @@ function Loaded({ where }) {
   }, [load]);
   if (!load) return html`<div class="card empty"><p>There is no such page.</p><a class="button" href="#/">Start</a></div>`;
   const Page = loaded.get(load);
-  return Page ? html`<${Page} key=${`${where.page} ${where.id}`} id=${where.id} rest=${where.rest} />` : html`<${Problems} problems=${problems} />`;
+  return Page ? html`<${Page} key=${STAY.includes(where.page) ? where.page : `${where.page} ${where.id}`} id=${where.id} rest=${where.rest} />` : html`<${Problems} problems=${problems} />`;
 }
 
 // The place on the page for each address, which going back in the browser's history returns to.
@@ -66,8 +71,7 @@ function arrive(main) {
   const wanted = isBack ? (places.get(location.hash) ?? 0) : 0;
   isBack = false;
   history.replaceState("seen", "");
-  window.scrollTo(0, 0);
-  main.focus({ preventScroll: true });
+  if (!main.contains(document.activeElement)) main.focus({ preventScroll: true });
   const settle = () => {
     const heading = main.querySelector("h1");
     if (heading && [document.body, main].includes(document.activeElement)) {
@@ -131,6 +135,7 @@ function App() {
       left = location.hash;
       go(address());
       openMenu(false);
+      window.scrollTo(0, 0);
     };
     let scrolled = window.scrollY; // read before the next page is there
     const scroll = () => (scrolled = window.scrollY);
@@ -144,12 +149,13 @@ function App() {
       window.removeEventListener("token-needed", ask);
     };
   }, []);
-  const hasMoved = useRef(false);
+  const before = useRef(null);
   useEffect(() => {
     const name = where.id ?? PAGES.find(([page]) => page === where.page)?.[1];
     document.title = name ? `${name} · lora-trainer` : "lora-trainer";
-    if (hasMoved.current) arrive(main.current);
-    hasMoved.current = true;
+    const stays = STAY.includes(where.page) && before.current === where.page; // it moves the focus by itself
+    if (before.current !== null && !stays) arrive(main.current);
+    before.current = where.page;
   }, [where]);
   return html`
     <a class="skip" href="#content" onClick=${(event) => { event.preventDefault(); document.querySelector("main").focus(); }}>Skip to content</a>

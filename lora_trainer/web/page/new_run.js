@@ -1,16 +1,16 @@
 // A new run: base model, data, presets, every setting; and its plan, before anything is trained.
 
-import { post } from "./api.js";
+import { get, post } from "./api.js";
 import { PathField, SettingsForm, belongsTo, textOf } from "./settings_form.js";
 import { Button, Dialog, Field, Problems, Result, bytes, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
 
 const PLAN_AFTER_MS = 150;
 
-export function NewRun() {
+export function NewRun({ id }) {
   const [schema, reloadSchema, loadProblems] = useDocument("/settings");
   const [machine] = useDocument("/machine");
   const [model, setModel] = useState("");
-  const [data, setData] = useState([""]);
+  const [data, setData] = useState([id ?? ""]); // of the address: images that another page names
   const [tier, setTier] = useState("auto");
   const [goal, setGoal] = useState("balanced");
   const [more, setMore] = useState("");
@@ -18,10 +18,24 @@ export function NewRun() {
   const [name, setName] = useState("");
   const [enforce, setEnforce] = useState(true);
   const [opened, open] = useState(null);
+  const [isMasked, setMasked] = useState(true);
   const action = useAction();
   const presets = [tier, goal, more].filter(Boolean);
   const sources = data.map((each) => each.trim()).filter(Boolean);
-  const asked = { model: model.trim() || null, data: sources, presets, settings };
+  const [masks, masksOf] = useMasks();
+  useEffect(() => {
+    const timer = setTimeout(() => masksOf(sources), PLAN_AFTER_MS);
+    return () => clearTimeout(timer);
+  }, [data.join("\n")]);
+  // Masks beside the images count where the source names them.
+  const askedWith = (counts) => {
+    const withMasks = isMasked && sources.some((path) => counts[path]);
+    const tables = sources.map((path) => (counts[path] ? { path, masks: path } : { path }));
+    const own = { model: model.trim() || null, presets };
+    return withMasks ? { ...own, data: [], settings: { ...settings, "data.sources": tables } } : { ...own, data: sources, settings };
+  };
+  const asked = askedWith(masks);
+  const maskCount = sources.reduce((sum, path) => sum + (masks[path] ?? 0), 0);
   const [plan, problems, isBusy] = usePlan(asked);
   useEffect(action.clear, [JSON.stringify(asked)]); // what was refused was something else
   const change = (setting, value) =>
@@ -31,7 +45,7 @@ export function NewRun() {
     });
   const start = (when) =>
     action.act(async () => {
-      const found = await post("/runs", { ...asked, name: name.trim() || null, command: enforce ? "produce" : "train", when });
+      const found = await post("/runs", { ...askedWith(await masksOf(sources, true)), name: name.trim() || null, command: enforce ? "produce" : "train", when });
       location.hash = when === "queue" ? "#/queue" : `#/run/${encodeURIComponent(found.id)}`;
     });
   if (!schema) return html`<h1>New run</h1><${Problems} problems=${loadProblems} />`;
@@ -55,8 +69,8 @@ export function NewRun() {
           <${PathField} label="Base model" about="A diffusers folder, one .safetensors file, or a hub id such as owner/name. Empty: the built-in miniature model."
             value=${model} kinds=${["model folder", "model"]} problems=${all.filter((each) => belongsTo(each, "model.path"))} onChange=${setModel} />
           ${data.map((source, at) => html`<${PathField} key=${at} label=${data.length > 1 ? `Images ${at + 1}` : "Images"} about=${at ? "" : "A folder of images with captions, or a .tar, .parquet, .jsonl, .csv or kohya's .toml file. Empty: the built-in dataset."}
-
             value=${source} kinds=${["folder", "data"]} problems=${at ? [] : all.filter((each) => belongsTo(each, "data.sources"))} onChange=${(value) => setData(data.map((each, number) => (number === at ? value : each)))} />`)}
+          ${maskCount > 0 && html`<label class="row"><input type="checkbox" checked=${isMasked} onChange=${(event) => setMasked(event.target.checked)} /> ${maskCount === 1 ? "Use the mask of 1 image: only what is painted counts" : `Use the masks of ${whole(maskCount)} images: only what is painted counts`}</label><p></p>`}
           <div class="row"><${Button} kind="small" onClick=${() => setData([...data, ""])}>Add another dataset<//>
             ${data.length > 1 && html`<${Button} kind="small" onClick=${() => setData(data.slice(0, -1))}>Remove the last<//>`}</div>
           <p></p>
@@ -101,6 +115,21 @@ export function NewRun() {
     </div>
     ${opened === "import" && html`<${Import} onClose=${() => open(null)} onTake=${(found) => { setSettings((before) => ({ ...before, ...found.settings })); if (found.model) setModel(found.model); if (found.data.length) setData(found.data); open(null); }} />`}
     ${opened === "save" && html`<${SavePreset} settings=${settings} onClose=${() => open(null)} onSaved=${(saved) => { setMore(saved); setSettings({}); reloadSchema(); open(null); }} />`}`;
+}
+
+// How many masks lie beside the images of each source by its path, as far as it is known; and what asks for more.
+function useMasks() {
+  const [known, set] = useState({});
+  const newest = useRef(known);
+  const masksOf = async (paths, isAnew = false) => {
+    for (const path of paths.filter((each) => isAnew || !(each in newest.current))) {
+      const masks = await get(`/datasets/source?path=${encodeURIComponent(path)}`).then((found) => found.masks, () => 0);
+      newest.current = { ...newest.current, [path]: masks };
+    }
+    set(newest.current);
+    return newest.current;
+  };
+  return [known, masksOf];
 }
 
 // The plan of what is typed now: the earlier one stays until the next is there.

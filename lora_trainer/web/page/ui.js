@@ -129,6 +129,26 @@ export function Button({ kind = "", busy = false, children, ...more }) {
   return html`<button type="button" class=${`button ${kind}`} ...${more} disabled=${busy || more.disabled}>${children}</button>`;
 }
 
+// Copies a text. Without TLS browsers offer the clipboard on this computer alone: elsewhere by a selection.
+export function Copy({ text, label = "Copy" }) {
+  const [isDone, set] = useState(false);
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    set(true);
+    setTimeout(() => set(false), 2000);
+  };
+  return html`<${Button} kind="small copy" onClick=${copy}><span aria-live="polite">${isDone ? "Copied" : label}</span><//>`;
+}
+
 const TONES = {
   running: "active", starting: "active", waiting: "", done: "good", finished: "good", passed: "good", unresolved: "warn", completed: "good",
   failed: "bad", refused: "bad", crashed: "bad", error: "bad", stopped: "warn", cancelled: "warn", paused: "warn",

@@ -1,0 +1,216 @@
+"""Docs and doctor in a real browser: reading, searching and copying; a check of this machine and of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.page.browser import PATIENCE, SIZES, Browser, browsing, skip_without_browser
+from tests.web.site import write_run
+from tests.web.test_serve import served
+
+pytestmark = [
+    pytest.mark.slow,  # make test-page; tests/web has what the server answers
+    pytest.mark.skipif(os.name == "nt", reason="signals of POSIX"),
+]
+# NVML of a machine with one GPU that heat has slowed down.
+NVML = """
+from types import SimpleNamespace
+NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
+nvmlInit = lambda: None
+nvmlDeviceGetCount = lambda: 1
+nvmlDeviceGetHandleByIndex = lambda index: index
+nvmlDeviceGetName = lambda handle: "NVIDIA GeForce RTX 4090"
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=18 * 2**30, total=24 * 2**30)
+nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=97)
+nvmlDeviceGetTemperature = lambda handle, kind: 91
+nvmlDeviceGetPowerUsage = lambda handle: 250_000
+nvmlDeviceGetEnforcedPowerLimit = lambda handle: 450_000
+nvmlDeviceGetClockInfo = lambda handle, kind: 1400
+nvmlDeviceGetMaxClockInfo = lambda handle, kind: 3105
+nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x20
+"""
+COPIED = "window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text); };"
+
+
+@pytest.fixture(autouse=True)
+def _browser() -> None:
+    skip_without_browser()
+
+
+@pytest.fixture(params=SIZES)
+def size(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def heading_on_screen(browser: Browser, text: str) -> bool:
+    """Whether a heading is below the bar and in the upper half of the screen, with the focus."""
+    script = (
+        "const heading = document.activeElement, top = heading.getBoundingClientRect().top;"
+        "return heading.textContent === arguments[0] && /^H[1-6]$/.test(heading.tagName)"
+        " && top >= 50 && top < window.innerHeight / 2"
+    )
+    return bool(browser.driver.execute_script(script, text))
+
+
+def scheme(browser: Browser, name: str) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+def barriers(browser: Browser) -> list[tuple[str, str]]:
+    """What axe finds."""
+    axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
+    browser.driver.execute_script((Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8"))
+    found = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
+    return [(each["id"], each["nodes"][0]["html"]) for each in found]
+
+
+def test_docs_are_read_searched_and_copied(runs: Path, size: str) -> None:
+    with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
+        browser.open("docs/memory/block-swap")
+        browser.until(lambda: heading_on_screen(browser, "Block swap"), "the heading of the address is shown")
+        assert browser.driver.title == "How memory is predicted · lora-trainer"
+        browser.open("docs")
+        browser.wait_for("The demo needs no GPU")
+        browser.driver.execute_script(COPIED)
+        browser.click("Copy")
+        browser.wait_for("Copied")
+        assert browser.driver.execute_script("return window.copied") == ["make demo"]
+        image = browser.element("//main//img")
+        browser.driver.execute_script("arguments[0].scrollIntoView()", image)
+        browser.until(lambda: int(image.get_property("naturalWidth")) > 0, "the image is shown")
+        browser.type("Search the docs", "out of memory")
+        browser.wait_for("the best first")
+        browser.click("Out of memory")
+        browser.until(lambda: heading_on_screen(browser, "Out of memory"), "the place is shown")
+        assert "docs/troubleshooting/out-of-memory" in browser.driver.current_url
+        browser.type("Search the docs", "zzzz")
+        browser.wait_for("No section has all of these words")
+        if size == "phone":
+            browser.field("Page").find_element("xpath", ".//option[.='Captions']").click()
+            browser.wait_for("Order of the options")
+            focused = browser.driver.switch_to.active_element
+            assert focused.tag_name == "select"  # whose next key may choose another page
+        else:
+            browser.click("Captions")
+            browser.until(lambda: heading_on_screen(browser, "Captions"), "another page is shown, and has the focus")
+        assert browser.overflow() <= 0
+        browser.driver.back()
+        browser.until(lambda: heading_on_screen(browser, "Out of memory"), "the page before is shown")
+        browser.open("docs/nothing")
+        browser.wait_for("There is no such page")
+        assert browser.complaints() == []
+        assert [each for each in browser.loaded() if not each.startswith(address)] == []
+
+
+def test_docs_work_from_the_keyboard(runs: Path) -> None:
+    with served("--output", str(runs)) as (address, _, _), browsing(address, "phone") as browser:
+        browser.open("docs/config")
+        browser.wait_for("Every setting")
+        scrolled = browser.driver.execute_script(
+            "return [...document.querySelectorAll('.docs-text pre, .docs-text .table')]"
+            ".map((each) => [each.scrollWidth > each.clientWidth, each.tabIndex === 0])"
+        )
+        assert {(True, True), (False, False)} >= {tuple(each) for each in scrolled}
+        assert [True, True] in scrolled
+        field = browser.field("Search the docs")
+        field.send_keys("lora.rank")
+        browser.wait_for("the best first")
+        field.send_keys("\ue00c")  # Escape
+        browser.wait_for("This page lists every setting")
+
+
+def test_no_page_of_the_docs_has_a_barrier_or_is_too_wide(runs: Path, size: str) -> None:
+    """Those with the widest tables and the longest lines; of all others the links are tested in tests/web."""
+    with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
+        for color in ("light", "dark"):
+            scheme(browser, color)
+            for page, words in {
+                "index": "make demo",
+                "config": "Every setting",
+                "architecture": "Layers",
+                "page": "What it refuses",
+                "tutorials/first-lora": "Prepare your own images",
+                "plans": "TFLOP",
+            }.items():
+                browser.open(f"docs/{page}")
+                browser.wait_for(words)
+                assert browser.overflow() <= 0, page
+                assert barriers(browser) == [], (color, page)
+        browser.type("Search the docs", "memory")
+        browser.wait_for("the best first")
+        assert browser.overflow() <= 0
+        assert barriers(browser) == []
+        assert browser.complaints() == []
+
+
+def test_this_machine_and_a_run_are_checked(runs: Path, size: str) -> None:
+    write_run(runs / "cat")
+    write_run(runs / "dog", status="failed", reason="NaN", steps=20)
+    with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
+        browser.open("doctor")
+        browser.wait_for("This machine was not checked yet")
+        browser.click("Check this machine")
+        browser.wait_for("lines are fine", PATIENCE)
+        summary = browser.element("//main//summary")
+        summary.click()
+        browser.wait_for("float32 on cpu")
+        assert browser.overflow() <= 0
+        browser.open("doctor")
+        browser.wait_for("lines are fine")  # the newest result, at once
+        browser.field("What to check").find_element("xpath", ".//option[contains(., 'dog')]").click()
+        browser.wait_for("dog was not checked yet")
+        browser.driver.execute_script(COPIED)
+        browser.click("Check this run")
+        browser.wait_for("1 problem", PATIENCE)
+        browser.wait_for("<b>waited</b>")
+        browser.click("Copy")
+        command = browser.driver.execute_script("return window.copied[0]")
+        assert command.startswith("lora-trainer train --config")
+        assert command.endswith("--resume")
+        for color in ("light", "dark"):
+            scheme(browser, color)
+            for page, words in {"doctor": "lines are fine", "doctor/dog": "1 problem"}.items():
+                browser.open(page)
+                browser.wait_for(words)
+                assert browser.overflow() <= 0
+                assert barriers(browser) == [], (color, page)
+        assert browser.complaints() == []
+        assert [each for each in browser.loaded() if not each.startswith(address)] == []
+        browser.open("doctor/none")
+        browser.wait_for("There is no run none")
+
+
+def test_gpus_are_shown_as_they_are_now(runs: Path, tmp_path: Path, size: str) -> None:
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    (stub / "pynvml.py").write_text(NVML, encoding="utf-8")
+    path = os.pathsep.join([str(stub), os.environ.get("PYTHONPATH", ""), os.getcwd()])
+    with served("--output", str(runs), PYTHONPATH=path) as (address, _, _), browsing(address, size) as browser:
+        browser.open("doctor")
+        for words in ("GPU 0: NVIDIA GeForce RTX 4090", "18 GiB of 24 GiB", "97 %", "91 °C", "250 of 450 W"):
+            browser.wait_for(words)
+        browser.wait_for("heat limits the GPU to 1400 of 3105 MHz")
+        browser.driver.execute_script(COPIED)
+        browser.click("Copy for a bug report")
+        report = browser.driver.execute_script("return window.copied[0]")
+        assert "torch " in report
+        assert "GPUs: NVIDIA GeForce RTX 4090, 24 GiB" in report
+        assert browser.overflow() <= 0
+        assert barriers(browser) == []
+
+
+def test_more_tabs_than_a_browser_has_connections_all_load(runs: Path) -> None:
+    with served("--output", str(runs)) as (address, _, _), browsing(address, "wide") as browser:
+        for _ in range(8):
+            browser.driver.switch_to.new_window("tab")
+            browser.open("docs")
+            browser.wait_for("The demo needs no GPU")
