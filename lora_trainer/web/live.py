@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Watcher:
         self._queue: tuple[Stamp, ...] | None = None
         self._machine_at = 0.0
         self._is_broken = False
+        self.is_leaving: Callable[[], bool] = lambda: False
         self._listeners: set[Waiting] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -148,6 +149,9 @@ class Watcher:
                         self._let_go(waiting)
                     else:
                         waiting.put_nowait(message)
+            if self.is_leaving():  # the server waits for its answers before it ends
+                for waiting in list(self._listeners):
+                    self._let_go(waiting)
             await asyncio.sleep(EVERY_SECONDS)
         self._followed.clear()
 
@@ -156,11 +160,6 @@ class Watcher:
             waiting.get_nowait()
         waiting.put_nowait(None)
         self._listeners.discard(waiting)
-
-    def close(self) -> None:
-        """End all streams: the server waits for its answers before it ends."""
-        for waiting in list(self._listeners):
-            self._let_go(waiting)
 
     @property
     def is_full(self) -> bool:

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 
@@ -17,7 +16,7 @@ from lora_trainer.core.interrupt import listening as interrupts
 from lora_trainer.web.app import make_app
 from lora_trainer.web.run_list import OWN
 from lora_trainer.web.safety import Token, token_of
-from lora_trainer.web.server_state import ServerOptions, ServerState
+from lora_trainer.web.server_state import ServerOptions
 
 LEAVE_SECONDS = 2  # for open pages when the server ends
 
@@ -55,26 +54,16 @@ def serve(host: str, port: int, folders: ServerOptions, say: Callable[[str], Non
             ws="none",
             timeout_graceful_shutdown=LEAVE_SECONDS,
         )
+        server = uvicorn.Server(config)
+        app.state.server.watcher.is_leaving = lambda: server.should_exit
         with interrupts() as interrupt:
             interrupt.silent = True  # what it says of a signal is of training
             try:
-                PageServer(config, app.state.server).run(sockets=[listening])
+                server.run(sockets=[listening])
             finally:
                 live = sum(row["is_live"] for row in app.state.server.run_rows.rows())
                 runs = f"; {live} {'run continues' if live == 1 else 'runs continue'}" if live else ""
                 say(f"the page has ended{runs}")
-
-
-class PageServer(uvicorn.Server):
-    """A server that lets the open pages go when a signal comes, as it would wait for them."""
-
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
-        super().__init__(config)
-        self.page_state = state
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.page_state.watcher.close()
-        super().handle_exit(sig, frame)
 
 
 def is_loopback(host: str) -> bool:
