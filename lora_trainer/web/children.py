@@ -19,7 +19,7 @@ from pathlib import Path
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.web.run_list import process_start
+from lora_trainer.web.run_list import Stamp, process_start, stamp_of
 from lora_trainer.web.safety import Refusal
 
 SAME_START = 1.0  # seconds
@@ -56,6 +56,7 @@ class Children:
         self._lock = threading.Lock()
         self._own: dict[int, subprocess.Popen[bytes]] = {}
         self._started, self._logs = folder / "started", folder / "logs"
+        self._kept: dict[str, tuple[Stamp, Child]] = {}  # what was read, while its file stays as it is
 
     def start(
         self,
@@ -129,10 +130,17 @@ class Children:
         return " ".join(line.strip() for line in lines[first:]) or None
 
     def _read(self, name: str) -> Child | None:
+        path = self._started / f"{name}.json"
+        kept, stamp = self._kept.get(name), stamp_of(path)
+        if kept is not None and kept[0] == stamp:
+            return kept[1]
         try:
-            return Child(**read_json(self._started / f"{name}.json"))
+            child = Child(**read_json(path))
         except (OSError, ValueError, TypeError):
+            self._kept.pop(name, None)
             return None
+        self._kept[name] = (stamp, child)
+        return child
 
 
 def is_running(pid: int, started: float) -> bool:

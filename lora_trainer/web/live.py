@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from lora_trainer.web.children import Children
 from lora_trainer.web.machine_now import Machine
 from lora_trainer.web.queue_document import queue_document, stamp_of_queue
 from lora_trainer.web.run_columns import Tail
-from lora_trainer.web.run_list import RunList, Stamp
+from lora_trainer.web.run_list import Stamp
+from lora_trainer.web.run_rows import RunRows
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.tasks import TaskList
 
@@ -49,15 +51,30 @@ class Followed:
 class Watcher:
     """Looks once a second for what changed, and tells those who listen."""
 
-    def __init__(self, output: Path, runs: RunList, children: Children, machine: Machine, tasks: TaskList) -> None:
+    def __init__(self, output: Path, runs: RunRows, children: Children, machine: Machine, tasks: TaskList) -> None:
         self.output, self.runs, self.children, self.machine, self.tasks = output, runs, children, machine, tasks
         self._task_rows: dict[str, dict[str, Any]] | None = None
         self._rows: dict[str, dict[str, Any]] | None = None
         self._followed: dict[str, Followed] = {}
         self._queue: tuple[Stamp, ...] | None = None
         self._machine_at = 0.0
+        self._is_broken = False
+        self.is_leaving: Callable[[], bool] = lambda: False
         self._listeners: set[Waiting] = set()
         self._task: asyncio.Task[None] | None = None
+
+    def looked(self) -> list[dict[str, Any]]:
+        """The same. After a look that failed, as in a folder that cannot be read, pages ask for everything again."""
+        try:
+            found = self.look()
+        except Exception:  # noqa: BLE001  pages would wait forever
+            if not self._is_broken:
+                traceback.print_exc()
+            self._is_broken = True
+            self._rows = self._queue = self._task_rows = None
+            return []
+        was_broken, self._is_broken = self._is_broken, False
+        return [{"reconnected": True}, *found] if was_broken else found
 
     def look(self) -> list[dict[str, Any]]:
         """What changed since the last look; nothing at the first one, of which pages ask by themselves."""
@@ -125,17 +142,24 @@ class Watcher:
 
     async def _watch(self) -> None:
         while self._listeners:
-            for found in await asyncio.to_thread(self.look):
+            for found in await asyncio.to_thread(self.looked):
                 message = f"data: {json.dumps(finite(found), allow_nan=False, default=str)}\n\n"
                 for waiting in list(self._listeners):
                     if waiting.full():
-                        waiting.get_nowait()
-                        waiting.put_nowait(None)
-                        self._listeners.discard(waiting)
+                        self._let_go(waiting)
                     else:
                         waiting.put_nowait(message)
+            if self.is_leaving():  # the server waits for its answers before it ends
+                for waiting in list(self._listeners):
+                    self._let_go(waiting)
             await asyncio.sleep(EVERY_SECONDS)
         self._followed.clear()
+
+    def _let_go(self, waiting: Waiting) -> None:
+        if waiting.full():
+            waiting.get_nowait()
+        waiting.put_nowait(None)
+        self._listeners.discard(waiting)
 
     @property
     def is_full(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lora_trainer.monitor.system import system_memory
 from lora_trainer.web.safety import JSON, Refusal, allowed
 
 MOST_ENTRIES = 2000
+CPU_SECONDS, FIRST_SECONDS = 1.0, 0.1  # over which its load is measured
 MODELS = (".safetensors", ".gguf")
 DATA = (".tar", ".parquet", ".jsonl", ".csv", ".tsv", ".toml")
 
@@ -33,19 +35,20 @@ class Machine:
         self._lock = threading.Lock()
         self._gpus: tuple[Any, ...] | None = None
         self._versions: dict[str, str] | None = None
-        psutil.cpu_percent()  # the next call is of the time since this one
+        self._cpu = (time.monotonic(), psutil.cpu_percent(FIRST_SECONDS) / 100.0)
 
     def document(self) -> dict[str, Any]:
         with self._lock:
             if self._gpus is None:
                 self._gpus = nvidia_gpus()
             gpus = [gpu() for gpu in self._gpus]
-            cpu = psutil.cpu_percent() / 100.0
+            if time.monotonic() - self._cpu[0] >= CPU_SECONDS:  # else it is of a moment, and of who asked last
+                self._cpu = (time.monotonic(), psutil.cpu_percent() / 100.0)
         total, free = system_memory()
         disk = shutil.disk_usage(next(each for each in (self.output, *self.output.parents) if each.exists()))
         return {
             "gpus": gpus,
-            "cpu": {"count": available_cpus(), "used": cpu},
+            "cpu": {"count": available_cpus(), "used": self._cpu[1]},
             "memory": {"total": total, "free": free},
             "disk": {"folder": str(self.output), "total": disk.total, "free": disk.free},
         }

@@ -28,7 +28,6 @@ from lora_trainer.report.record import read_record
 from lora_trainer.web.asked_settings import AskedSettings, texts_in, user_presets
 from lora_trainer.web.queue_api import add_jobs
 from lora_trainer.web.run_list import folder_of, id_of
-from lora_trainer.web.runs import is_starting_again
 from lora_trainer.web.safety import JSON, Refusal, allowed
 from lora_trainer.web.server_state import ServerState, State
 
@@ -274,7 +273,7 @@ def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Respo
     folder = folder_of(run, state.output)
     settings, record = (asked or ResumedRun()).settings, read_record(folder) or {}
     row = state.runs.row(folder)
-    if not row["is_live"] and not is_starting_again(state, row):
+    if not row["is_live"] and not state.run_rows.is_starting_again(row):
         state.children.wait(run)
     with state.changing:
         if row["is_live"]:

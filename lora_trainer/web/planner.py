@@ -154,6 +154,7 @@ def planned(request: Request, lists: dict[str, tuple[float, Data]]) -> dict[str,
     return {
         **document,
         "what_if": document["settings"],
+        "gpu_gib": gpu,
         "seconds_at_least": {name: seconds * steps for name, seconds in each.items()} if steps else None,
         "shortages": plan.shortages,
         "settings": rows,

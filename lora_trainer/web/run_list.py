@@ -106,8 +106,9 @@ class RunList:
         """A row for each run, newest first."""
         with self._lock:
             folders = list(run_folders(self.output))
-            for gone in self._kept.keys() - set(folders):
-                del self._kept[gone]
+            for kept in (self._kept, self._probed):
+                for gone in kept.keys() - set(folders):
+                    del kept[gone]
             rows = [self._row(folder) for folder in folders]
         return sorted(rows, key=lambda row: (-(row["started"] or 0.0), row["id"]))
 

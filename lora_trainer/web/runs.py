@@ -18,7 +18,7 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of
-from lora_trainer.report.record import BEFORE_AFTER, FILE, read_record
+from lora_trainer.report.record import BEFORE_AFTER, read_record
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
 from lora_trainer.web.children import stop_process
@@ -50,43 +50,19 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = MOST_ROWS,
     offset: Annotated[int, Query(ge=0)] = 0,
     status: str | None = None,
+    is_live: bool | None = None,
 ) -> Response:
     """All runs, newest first; those that were started here and have not begun to write are `starting`."""
-    rows = state.runs.rows()
-    known = {row["id"] for row in rows}
-    again = {row["id"] for row in rows if is_starting_again(state, row)}
-    rows = [{**row, "status": "starting", "is_live": True} if row["id"] in again else row for row in rows]
-    rows = [*(row for row in starting_rows(state) if row["id"] not in known), *rows]
-    rows = [row for row in rows if status in (None, row["status"])]
+    rows = [
+        row for row in state.run_rows.rows() if status in (None, row["status"]) and is_live in (None, row["is_live"])
+    ]
     return JSON({"runs": rows[offset : offset + limit], "count": len(rows)})
-
-
-def starting_rows(state: ServerState) -> list[dict[str, Any]]:
-    """A row for each run that was started here and has no record, newest first."""
-    unknown = dict.fromkeys(("phase", "total", "loss", "val_loss", "family", "base", "outcome", "preview"))
-    found = []
-    for child in reversed(state.children.all()):
-        folder = path_of(child.name, state.output)
-        if child.command == "work" or folder is None or (folder / FILE).is_file():
-            continue
-        is_live = child.is_alive
-        row = {"id": child.name, "name": folder.name, "is_live": is_live, "step": 0}
-        row |= {"folder": str(folder), "started": child.started, **unknown}
-        row |= {"status": "starting" if is_live else "failed", "scores": {"dataset": None, "lora": None}}
-        found.append({**row, "ended": None, "reason": None if is_live else state.children.last_words(child.name)})
-    return found
-
-
-def is_starting_again(state: ServerState, row: dict[str, Any]) -> bool:
-    """Whether the process that resumes a run has not written its record yet."""
-    child = state.children.of(row["id"])
-    return child is not None and not row["is_live"] and child.started > (row["ended"] or 0.0) and child.is_alive
 
 
 @router.get("/runs/{run}")
 def show_run(run: str, state: State) -> Response:
     """The document of `run.json`, how far the run is, and what it may be asked for."""
-    starting = [row for row in starting_rows(state) if row["id"] == run]
+    starting = [row for row in state.run_rows.starting() if row["id"] == run]
     if starting:
         return JSON({**starting[0], "progress": None, "may": ["stop"] if starting[0]["is_live"] else ["delete"]})
     folder = folder_of(run, state.output)
@@ -95,7 +71,7 @@ def show_run(run: str, state: State) -> Response:
     trains = [] if record.get("training") else KINDS  # then its LoRA is exported and scored
     may = ["stop", *trains] if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
-    if is_starting_again(state, row):
+    if state.run_rows.is_starting_again(row):
         own |= {"status": "starting", "is_live": True, "may": ["stop"]}
     own["start_error"] = None if row["is_live"] else failed_start(state, run, row["ended"] or 0.0)
     return JSON({**record, "name": row["name"], **own, "progress": progress_of(folder, row)})
@@ -151,7 +127,7 @@ def show_events(run: str, state: State) -> Response:
 @router.get("/runs/{run}/log")
 def show_log(run: str, state: State, tail: Annotated[int, Query(ge=1, le=MOST_LOG)] = 20_000) -> Response:
     """The end of what the run printed. A run that was started in a terminal printed it there."""
-    starting = {row["id"] for row in starting_rows(state)}
+    starting = {row["id"] for row in state.run_rows.starting()}
     folder = state.output if run in starting else folder_of(run, state.output)
     for path in (folder / CONSOLE, state.children.log(run)):
         try:
@@ -232,12 +208,12 @@ def show_file(
 @router.post("/runs/{run}/stop")
 def stop_run(run: str, state: State) -> Response:
     """Let the run save and stop. A job of the queue is cancelled, so that no worker takes it again."""
-    starting = {row["id"] for row in starting_rows(state)}
+    starting = {row["id"] for row in state.run_rows.starting()}
     folder = (path_of(run, state.output) if run in starting else None) or folder_of(run, state.output)
     if cancel_job(folder):
         return JSON({"message": f"{folder.name}: saves and stops within seconds, and is cancelled then"})
     child = state.children.of(run)
-    if child is not None and (run in starting or is_starting_again(state, state.runs.row(folder))):
+    if child is not None and (run in starting or state.run_rows.is_starting_again(state.runs.row(folder))):
         child.stop()
     elif state.runs.row(folder)["status"] != "running":
         raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
@@ -279,7 +255,7 @@ def request_of_run(run: str, request: SentRequest, state: State) -> Response:
 @router.delete("/runs/{run}")
 def delete_run(run: str, state: State) -> Response:
     """Move the folder of a run that does not run to the trash, which is a folder too."""
-    never_began = [row for row in starting_rows(state) if row["id"] == run and not row["is_live"]]
+    never_began = [row for row in state.run_rows.starting() if row["id"] == run and not row["is_live"]]
     if never_began and not Path(never_began[0]["folder"]).exists():
         state.children.forget(run)  # it never came to be a run
         return JSON({"moved_to": None})

@@ -64,9 +64,10 @@ class JSON(Response):
 
 
 def answer_of(error: UserError) -> JSON:
-    """The problems of an error; 422 where it says no other status."""
+    """The problems of an error, each once; 422 where it says no other status."""
     status = error.status if isinstance(error, Refusal) else 422
-    return JSON({"problems": [{"message": each.message, "fix": each.fix} for each in error.problems]}, status)
+    problems = dict.fromkeys(error.problems)
+    return JSON({"problems": [{"message": each.message, "fix": each.fix} for each in problems]}, status)
 
 
 @dataclass(frozen=True)

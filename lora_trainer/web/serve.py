@@ -12,6 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.interrupt import listening as interrupts
 from lora_trainer.web.app import make_app
 from lora_trainer.web.run_list import OWN
 from lora_trainer.web.safety import Token, token_of
@@ -43,8 +44,9 @@ def serve(host: str, port: int, folders: ServerOptions, say: Callable[[str], Non
         say(f"page: http://{shown}:{number}/ (runs in {options.output}; Ctrl+C ends it, not the runs)")
         if "SSH_CONNECTION" in os.environ and token is None:
             say(f"on your own computer: ssh -L {number}:{host}:{number} {getpass.getuser()}@{socket.gethostname()}")
+        app = make_app(options)
         config = uvicorn.Config(
-            make_app(options),
+            app,
             log_level="warning",
             access_log=False,
             proxy_headers=False,
@@ -52,7 +54,16 @@ def serve(host: str, port: int, folders: ServerOptions, say: Callable[[str], Non
             ws="none",
             timeout_graceful_shutdown=LEAVE_SECONDS,
         )
-        uvicorn.Server(config).run(sockets=[listening])
+        server = uvicorn.Server(config)
+        app.state.server.watcher.is_leaving = lambda: server.should_exit
+        with interrupts() as interrupt:
+            interrupt.silent = True  # what it says of a signal is of training
+            try:
+                server.run(sockets=[listening])
+            finally:
+                live = sum(row["is_live"] for row in app.state.server.run_rows.rows())
+                runs = f"; {live} {'run continues' if live == 1 else 'runs continue'}" if live else ""
+                say(f"the page has ended{runs}")
 
 
 def is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ from lora_trainer.web.machine_now import Machine
 from lora_trainer.web.planner import Planner
 from lora_trainer.web.run_columns import MetricsOfRuns
 from lora_trainer.web.run_list import OWN, RunList
+from lora_trainer.web.run_rows import RunRows
 from lora_trainer.web.safety import Token
 from lora_trainer.web.tasks import TaskList
 
@@ -75,6 +76,10 @@ class ServerState:
         return Children(self.own)
 
     @cached_property
+    def run_rows(self) -> RunRows:
+        return RunRows(self.output, self.runs, self.children)
+
+    @cached_property
     def tasks(self) -> TaskList:
         return TaskList(self.own / "tasks")
 
@@ -88,7 +93,7 @@ class ServerState:
 
     @cached_property
     def watcher(self) -> Watcher:
-        return Watcher(self.output, self.runs, self.children, self.machine, self.tasks)
+        return Watcher(self.output, self.run_rows, self.children, self.machine, self.tasks)
 
 
 def state_of(request: Request) -> ServerState:

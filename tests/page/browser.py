@@ -48,15 +48,25 @@ class Browser:
         raise AssertionError(f"{what}:\n{self.text}")
 
     def element(self, xpath: str) -> Any:
+        from selenium.common.exceptions import StaleElementReferenceException
+
         def visible() -> Any:
-            return next((each for each in self.driver.find_elements("xpath", xpath) if each.is_displayed()), None)
+            try:
+                return next((each for each in self.driver.find_elements("xpath", xpath) if each.is_displayed()), None)
+            except StaleElementReferenceException:  # the page drew it anew meanwhile
+                return None
 
         return self.until(visible, f"there is no {xpath}")
 
     def click(self, words: str) -> None:
         """Click the button, link, tab or choice with exactly these words, or with this label."""
         kinds = "self::button or self::a or self::summary or self::label"
-        element = self.element(f"//*[{kinds}][normalize-space(.)='{words}' or @aria-label='{words}']")
+        xpath = f"//*[{kinds}][normalize-space(.)='{words}' or @aria-label='{words}']"
+        found = self.driver.find_elements("xpath", f"{xpath} | //button[contains(@class, 'menu')]")
+        shown = [each for each in found if each.is_displayed()]
+        if len(found) > 1 and [each.text for each in shown] == ["Menu"]:  # on a phone it is in there
+            shown[0].click()
+        element = self.element(xpath)
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
         self.until(element.is_enabled, f"{words} cannot be clicked")
         before: list[Any] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from filelock import FileLock
 
 from tests.page.browser import PATIENCE, SIZES, browsing, skip_without_browser
 from tests.web.site import write_run
@@ -25,6 +26,14 @@ SHORT = {
     "sample.num_inference_steps": "4",
     "gates.lora_check": "off",
 }
+# Inputs whose field says something about them that a screen reader does not find.
+NOT_DESCRIBED = """
+return [...document.querySelectorAll(".field")].filter((field) => field.querySelector("[id$='-about'] > *")
+  && !field.querySelector(`[aria-describedby="${field.querySelector("[id$='-about']").id}"]`)).map((field) => field.innerText);"""
+# Keeps every stream of messages that the page opens.
+COUNT_STREAMS = """
+window.streams = [];
+window.EventSource = class extends EventSource { constructor(url) { super(url); window.streams.push(this); } };"""
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
 
 
@@ -47,8 +56,9 @@ def test_from_an_empty_folder_to_a_downloaded_lora(runs: Path, size: str) -> Non
     with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
         browser.open()
         browser.wait_for("Nothing was trained yet")
-        browser.click("New run")
+        browser.click("New run with my images")
         browser.wait_for("GiB, without a limit", 60)
+        browser.wait_for("This computer has no GPU")  # the tests' machines have none
         browser.click("8 GB")
         browser.wait_for("of 8 GiB: fits", 60)
         for name, value in SHORT.items():
@@ -62,7 +72,7 @@ def test_from_an_empty_folder_to_a_downloaded_lora(runs: Path, size: str) -> Non
         browser.click("Refuse a dataset or a LoRA that scores below the minimum")
         browser.type("Name", "zobo")
         assert browser.overflow() <= 0
-        browser.click("Start")
+        browser.click("Start run")
         browser.wait_for("of 60", PATIENCE)
         browser.click("Save now")
         browser.until(lambda: "done" in browser.text.split("\n")[:12], "it is done", PATIENCE)
@@ -88,13 +98,20 @@ def test_no_page_has_a_barrier(runs: Path, size: str) -> None:
     """By axe, in light and dark: contrast, names, roles, order of headings."""
     axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
     script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
-    write_run(runs / "cat")
-    with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
+    write_run(runs / "cat", outcome="passed")
+    live = write_run(runs / "now", status="running", arithmetic={"total": 90})
+    with (
+        FileLock(live / ".lock"),
+        served("--output", str(runs)) as (address, _, _),
+        browsing(address, size) as browser,
+    ):
         for scheme in ("light", "dark"):
             media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
             browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
             for page, words in {
-                "": "cat",
+                "": "passed, ready to use",
+                "runs": "running",
+                "run/now": "Validation loss",
                 "new": "base model",
                 "run/cat": "Validation loss",
                 "verdict/cat": "Dataset",
@@ -105,12 +122,15 @@ def test_no_page_has_a_barrier(runs: Path, size: str) -> None:
                 browser.driver.execute_script(script)
                 found = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
                 assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (scheme, page)
+                assert browser.driver.execute_script(NOT_DESCRIBED) == []
+                assert browser.overflow() <= 0
 
 
 def test_a_killed_server_is_reported_and_found_again(runs: Path) -> None:
     write_run(runs / "cat")
     with served("--output", str(runs)) as (address, _, first), browsing(address, "wide") as browser:
-        browser.open()
+        browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": COUNT_STREAMS})
+        browser.open("runs")
         browser.wait_for("cat")
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -122,6 +142,8 @@ def test_a_killed_server_is_reported_and_found_again(runs: Path) -> None:
         try:
             browser.wait_for("dog", 60)
             assert "The server does not answer" not in browser.text
+            opened = "return window.streams.filter((each) => each.readyState !== EventSource.CLOSED).length"
+            assert browser.driver.execute_script(opened) == 1
         finally:
             second.kill()
             second.wait()
@@ -146,7 +168,7 @@ def test_a_run_of_elsewhere_appears_in_two_tabs(runs: Path) -> None:
 def test_names_and_messages_never_become_markup(runs: Path) -> None:
     write_run(runs / "cat", name=HOSTILE, reason=HOSTILE, status="failed")
     with served("--output", str(runs)) as (address, _, _), browsing(address, "wide") as browser:
-        for page in ("", "run/cat", "verdict/cat"):
+        for page in ("", "runs", "run/cat", "verdict/cat"):
             browser.open(page)
             browser.wait_for(HOSTILE)
             assert browser.driver.title != "1"
@@ -165,6 +187,9 @@ def test_numbers_with_a_comma_are_understood(runs: Path) -> None:
         browser.wait_for("0.0005", 60)
         browser.type("optimizer.learning_rate", "0,5x")
         browser.wait_for("is no number")
+        browser.click("Start run")  # no earlier value is used in its place
+        browser.element("//section[@aria-label='Start']//*[@role='alert']")
+        assert list(runs.glob("*/run.json")) == []
 
 
 def test_problems_stand_at_their_fields(runs: Path) -> None:
@@ -175,7 +200,7 @@ def test_problems_stand_at_their_fields(runs: Path) -> None:
         browser.type("lora.rank", "0")
         about = browser.element("//div[contains(@class, 'field') and contains(@class, 'wrong')]")
         browser.until(lambda: "lora.rank" in about.text and "at least 1" in about.text, "the problem is at the field")
-        browser.click("Start")
+        browser.click("Start run")
         browser.until(lambda: browser.text.count("lora.rank = 0") >= 2, "the run is refused")
         assert not (runs / "builtin").exists()
         assert list(runs.glob("*/run.json")) == []

@@ -270,7 +270,7 @@ def test_train_on_this_uses_the_masks(tmp_path: Path) -> None:
             else:
                 browser.type(name, value)
         browser.click("Refuse a dataset or a LoRA that scores below the minimum")
-        browser.click("Start")
+        browser.click("Start run")
         record = tmp_path / "runs" / "own" / "run.json"  # named after the dataset
 
         def found() -> Any:

@@ -16,6 +16,7 @@ from lora_trainer.core.io import read_json, write_json
 from lora_trainer.web import live, run_list
 from lora_trainer.web.live import Watcher
 from lora_trainer.web.run_columns import Tail
+from lora_trainer.web.run_list import process_start
 from lora_trainer.web.server_state import ServerOptions, ServerState
 from tests.web.site import write_run
 
@@ -84,6 +85,39 @@ def test_new_and_deleted_runs_are_named(state: ServerState, tmp_path: Path) -> N
     assert ([each["id"] for each in changed["runs"]], changed["removed"]) == (["night~ash"], ["cat"])
 
 
+def test_a_start_that_fails_is_reported(state: ServerState, tmp_path: Path) -> None:
+    """A process that ends before it has written a record: a page would wait for its first step forever."""
+    state.watcher.look()
+    started = {"name": "dog", "command": "train", "pid": os.getpid(), "created": process_start(os.getpid())}
+    write_json(tmp_path / ".ui" / "started" / "dog.json", {**started, "started": 2000.0})
+    (changed,) = without_machine(state.watcher.look())
+    assert [(each["id"], each["status"], each["is_live"]) for each in changed["runs"]] == [("dog", "starting", True)]
+    log = tmp_path / ".ui" / "logs" / "dog.log"
+    log.parent.mkdir()
+    log.write_text("error: no such model", encoding="utf-8")
+    write_json(tmp_path / ".ui" / "started" / "dog.json", {**started, "created": 1.0, "started": 2000.0})
+    (changed,) = without_machine(state.watcher.look())
+    assert [(each["status"], each["reason"]) for each in changed["runs"]] == [("failed", "error: no such model")]
+
+
+def test_after_a_look_that_failed_pages_ask_for_all_again(
+    state: ServerState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watcher = state.watcher
+    watcher.looked()
+
+    def fail(*_: object) -> None:
+        raise PermissionError("the queue cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(live, "stamp_of_queue", fail)
+        assert [watcher.looked(), watcher.looked()] == [[], []]
+    assert capsys.readouterr().err.count("PermissionError: the queue cannot be read") == 1
+    assert without_machine(watcher.looked()) == [{"reconnected": True}]
+    write_run(tmp_path / "dog", steps=1)
+    assert [row["id"] for row in without_machine(watcher.looked())[0]["runs"]] == ["dog"]
+
+
 def test_an_idle_look_reads_no_file(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is kept does not grow."""
     state.watcher.look()
@@ -102,7 +136,7 @@ def test_listeners_get_messages_and_slow_ones_are_let_go(
     monkeypatch.setattr(live, "EVERY_SECONDS", 0.001)
     monkeypatch.setattr(live, "MOST_WAITING", 4)
     monkeypatch.setattr(live, "MACHINE_SECONDS", 0.0)  # a message at each look
-    watcher = Watcher(tmp_path, state.runs, state.children, state.machine, state.tasks)
+    watcher = Watcher(tmp_path, state.run_rows, state.children, state.machine, state.tasks)
 
     async def listen() -> tuple[str, str, int]:
         reading, sleeping = watcher.listen(), watcher.listen()

@@ -202,12 +202,14 @@ def test_a_deleted_run_is_in_the_trash(client: TestClient, tmp_path: Path) -> No
 def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "now", status="running", started=3000.0)
     assert get(client, "/api/runs")["runs"][0]["is_live"] is False  # it was killed
+    assert get(client, "/api/runs?is_live=true") == {"runs": [], "count": 0}
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder / ".lock")], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         assert lock_holders()[os.path.realpath(folder / ".lock")].pid == process.pid
         server = site(tmp_path)
+        assert [row["id"] for row in get(server, "/api/runs?is_live=true")["runs"]] == ["now"]
         assert get(server, "/api/runs/now")["may"] == ["stop", "save", "sample", "prompts"]
         assert server.delete("/api/runs/now").status_code == 409
         assert server.post("/api/runs/now/resume").status_code == 409

@@ -63,6 +63,7 @@ def test_the_page_is_served_until_a_signal_comes(tmp_path: Path) -> None:
             assert stream.readline() == b"retry: 2000\n"
             process.send_signal(signal.SIGINT)
             assert process.wait(15) == 130
+        assert process.stderr.read().split("\n") == ["the page has ended", ""]  # and nothing about training
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

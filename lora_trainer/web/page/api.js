@@ -39,46 +39,74 @@ export const remove = (path) => request("DELETE", path);
 
 // Calls each of `listeners` with every message. After a lost connection they get {reconnected: true}: what happened
 // meanwhile is fetched anew.
+//
+// A hidden page has no connection: a browser opens six to one server, and a seventh page would get no answer at all.
 const listeners = new Set();
+const HIDDEN_MS = 5000;
+const AGAIN_MS = 3000;
 let source = null;
+let timer = 0;
 let wasLost = false;
 
 function connect() {
-  source = new EventSource("/api/live");
-  source.onopen = () => {
+  disconnect();
+  const own = (source = new EventSource("/api/live"));
+  own.onopen = () => {
     if (wasLost) tell({ reconnected: true });
     wasLost = false;
     tell({ connected: true });
   };
-  source.onerror = () => {
+  own.onerror = () => {
     wasLost = true;
     tell({ connected: false });
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => listeners.size && connect(), 3000);
+    if (own === source && own.readyState === EventSource.CLOSED) {
+      disconnect();
+      timer = setTimeout(follow, AGAIN_MS);
+    }
   };
-  source.onmessage = (event) => tell(JSON.parse(event.data));
+  own.onmessage = (event) => tell(JSON.parse(event.data));
 }
+
+function disconnect() {
+  clearTimeout(timer);
+  source?.close();
+  source = null;
+}
+
+// Connects where somebody listens and looks, and nothing is connected.
+function follow() {
+  if (listeners.size && !source && !document.hidden) connect();
+}
+
+function pause() {
+  wasLost ||= source !== null;
+  disconnect();
+}
+
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(timer);
+  if (!document.hidden) follow();
+  else if (source) timer = setTimeout(pause, HIDDEN_MS);
+});
+// A page that was left is kept by the browser for a while, to go back to.
+window.addEventListener("pagehide", pause);
+window.addEventListener("pageshow", follow);
 
 function tell(message) {
-  for (const listener of [...listeners]) listener(message);
+  for (const listener of [...listeners]) {
+    try {
+      listener(message);
+    } catch (error) {
+      console.error(error); // the others are told too
+    }
+  }
 }
-
-// A browser has six connections to a server, for all of its tabs and for the pages that it keeps to go back to. So only
-// what is seen holds one; what it missed is fetched when it is seen again.
-document.addEventListener("visibilitychange", () => {
-  if (document.hidden) {
-    wasLost = source !== null;
-    source?.close();
-  } else if (listeners.size && source?.readyState === EventSource.CLOSED) connect();
-});
 
 export function listen(listener) {
   listeners.add(listener);
-  if (!source || source.readyState === EventSource.CLOSED) connect();
+  follow();
   return () => {
     listeners.delete(listener);
-    if (!listeners.size && source) {
-      source.close();
-      source = null;
-    }
+    if (!listeners.size) disconnect();
   };
 }

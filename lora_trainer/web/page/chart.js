@@ -1,21 +1,32 @@
 // Lines over steps, drawn by uPlot in the page's colors.
 
 import uPlot from "./vendor/uplot/uplot.js";
-import { html, shown, useEffect, useRef } from "./ui.js";
+import { html, shown, useEffect, useMemo, useRef, useState } from "./ui.js";
 
 const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f"];
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
 // `series`: [{label, points: [[step, value], ...], tone, dots}]; null values leave gaps.
 export function Chart({ label, series, log = false, height = 260 }) {
   const place = useRef(null);
-  const steps = [...new Set(series.flatMap((each) => each.points.map(([step]) => step)))].sort((a, b) => a - b);
-  const columns = series.map((each) => {
-    const known = new Map(each.points);
-    // A step that only another line has is no gap of this one: undefined, not null.
-    return steps.map((step) => (known.has(step) ? known.get(step) : undefined));
-  });
-  const shape = JSON.stringify([series.map((each) => [each.label, each.tone, each.dots]), log, height]);
+  const [isDark, setDark] = useState(dark.matches);
+  useEffect(() => {
+    const turned = () => setDark(dark.matches);
+    dark.addEventListener("change", turned);
+    return () => dark.removeEventListener("change", turned);
+  }, []);
+  const data = useMemo(() => {
+    const steps = [...new Set(series.flatMap((each) => each.points.map(([step]) => step)))].sort((a, b) => a - b);
+    const columns = series.map((each) => {
+      const known = new Map(each.points);
+      // A step that only another line has is no gap of this one: undefined, not null. A logarithm has no place for 0.
+      return steps.map((step) => (!known.has(step) ? undefined : log && !(known.get(step) > 0) ? null : known.get(step)));
+    });
+    return [steps, ...columns];
+  }, [series, log]);
+  const shape = JSON.stringify([series.map((each) => [each.label, each.tone, each.dots, each.points.length < 2]), log, height, isDark]);
   const chart = useRef(null);
   useEffect(() => {
     const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
@@ -34,13 +45,12 @@ export function Chart({ label, series, log = false, height = 260 }) {
           stroke: color(COLORS[(each.tone ?? at) % COLORS.length]),
           width: each.faint ? 1 : 2,
           alpha: each.faint ? 0.35 : 1,
-          dash: each.dash ? [6, 4] : undefined,
           points: { show: Boolean(each.dots) || each.points.length < 2 },
           value: (_, value) => shown(value, 4),
         })),
       ],
     };
-    chart.current = new uPlot(options, [steps, ...columns], place.current);
+    chart.current = new uPlot(options, data, place.current);
     const watcher = new ResizeObserver(() => {
       if (place.current.clientWidth) chart.current.setSize({ width: place.current.clientWidth, height });
     });
@@ -51,7 +61,7 @@ export function Chart({ label, series, log = false, height = 260 }) {
       chart.current = null;
     };
   }, [shape]);
-  useEffect(() => chart.current?.setData([steps, ...columns]), [series]);
+  useEffect(() => chart.current?.setData(data), [data]);
   const words = series.map((each) => `${each.label}: ${each.points.length} values, last ${shown(each.points.at(-1)?.[1])}`);
   return html`<div class="chart" role="img" aria-label=${`${label}. ${words.join("; ")}`} ref=${place}></div>`;
 }

@@ -2,12 +2,13 @@
 
 import { get, post } from "./api.js";
 import { PathField, SettingsForm, belongsTo, textOf } from "./settings_form.js";
-import { Button, Dialog, Field, Problems, Result, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
+import { Button, Dialog, Field, Problems, Result, bytes, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
 
 const PLAN_AFTER_MS = 150;
 
 export function NewRun({ id }) {
   const [schema, reloadSchema, loadProblems] = useDocument("/settings");
+  const [machine] = useDocument("/machine");
   const [model, setModel] = useState("");
   const [data, setData] = useState([id ?? ""]); // of the address: images that another page names
   const [tier, setTier] = useState("auto");
@@ -36,6 +37,7 @@ export function NewRun({ id }) {
   const asked = askedWith(masks);
   const maskCount = sources.reduce((sum, path) => sum + (masks[path] ?? 0), 0);
   const [plan, problems, isBusy] = usePlan(asked);
+  useEffect(action.clear, [JSON.stringify(asked)]); // what was refused was something else
   const change = (setting, value) =>
     setSettings((before) => {
       const { [setting]: _, ...others } = before;
@@ -53,10 +55,13 @@ export function NewRun({ id }) {
   const all = [...problems, ...action.problems];
   const fields = new Set(schema.sections.flatMap((section) => section.settings.map((row) => row.name)));
   const general = problems.filter((each) => ![...fields].some((field) => belongsTo(each, field)));
+  // torch may know a GPU that the machine's list does not have, such as one of AMD.
+  const hasGpu = machine?.gpus.length > 0 || Boolean(plan?.gpu_gib);
+  const isAlone = Boolean(machine) && !hasGpu;
   const about = [...goals, ...tiers].filter((each) => presets.includes(each.name)).map((each) => each.description);
   return html`
     <div class="head"><h1>New run</h1>
-      <div class="right"><${Button} onClick=${() => open("import")}>Import another trainer's config<//></div></div>
+      <div class="right"><${Button} onClick=${() => open("import")}>Import a config<//></div></div>
     <div class="columns">
       <div class="stack">
         <section class="card">
@@ -68,26 +73,37 @@ export function NewRun({ id }) {
           ${maskCount > 0 && html`<label class="row"><input type="checkbox" checked=${isMasked} onChange=${(event) => setMasked(event.target.checked)} /> ${maskCount === 1 ? "Use the mask of 1 image: only what is painted counts" : `Use the masks of ${whole(maskCount)} images: only what is painted counts`}</label><p></p>`}
           <div class="row"><${Button} kind="small" onClick=${() => setData([...data, ""])}>Add another dataset<//>
             ${data.length > 1 && html`<${Button} kind="small" onClick=${() => setData(data.slice(0, -1))}>Remove the last<//>`}</div>
+          <p></p>
+          <${Field} label="Name" about="Empty: that of the dataset">${(id) => html`<input id=${id} value=${name} spellcheck=${false} onInput=${(event) => setName(event.target.value)} />`}<//>
         </section>
         <section class="card">
           <h2>Presets</h2>
-          <${Choices} label="GPU memory" name="tier" options=${[["auto", "this GPU"], ...tiers.map((each) => [each.name, `${each.gb} GB`]), ["", "none"]]} value=${tier} onChange=${setTier} />
+          <${Choices} label="GPU memory" name="tier" options=${[["auto", isAlone ? "no GPU here: CPU" : "this GPU"], ...tiers.map((each) => [each.name, `${each.gb} GB`]), ["", "none"]]} value=${tier} onChange=${setTier} />
           <${Choices} label="Goal" name="goal" options=${[...goals.map((each) => [each.name, each.name]), ["", "none"]]} value=${goal} onChange=${setGoal} />
+          ${tier === "auto" && isAlone && html`<p class="about">Trains on the CPU, with the settings of 12gb and no limit of memory. Choose a size to plan for a GPU of another computer.</p>`}
           ${about.map((each) => html`<p class="about">${each}</p>`)}
           ${(others.length > 0 || schema.saved.length > 0) && html`<${Field} label="For a base model, or saved by you">
             ${(id) => html`<select id=${id} value=${more} onChange=${(event) => setMore(event.target.value)}><option value="">none</option>
               ${others.map((each) => html`<option value=${each.name}>${each.name}: ${each.description}</option>`)}
               ${schema.saved.map((each) => html`<option value=${each.name}>${each.name}: saved by you</option>`)}</select>`}<//>`}
+          <p></p>
+          <label class="row"><input type="checkbox" checked=${enforce} onChange=${(event) => setEnforce(event.target.checked)} /> Refuse a dataset or a LoRA that scores below the minimum</label>
         </section>
         <section class="card last"><h2>Settings</h2>
           <${SettingsForm} sections=${schema.sections} now=${plan?.settings} chosen=${settings} problems=${all} onChange=${change} />
         </section>
       </div>
       <div class="stack sticky">
+        <section class="card begin" aria-label="Start">
+          <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${() => start("now")}>${action.busy ? "Checking …" : "Start run"}<//>
+            <${Button} busy=${action.busy} onClick=${() => start("queue")}>Add to queue<//>
+            ${plan && html`<span class=${`note grow ${isBusy ? "old" : ""}`}>${[problems.length ? "the plan has problems" : plan.fits ? `GPU memory ${shown(plan.peak_gib)} GiB` : "does not fit", plan.steps !== null && `${whole(plan.steps)} steps`].filter(Boolean).join(", ")}</span>`}</div>
+          <${Result} action=${action} />
+        </section>
         <section class="card" aria-label="Plan" aria-busy=${isBusy}>
           <h2>Plan</h2>
           <${Problems} problems=${general.length ? general : problems.length ? problems : []} />
-          ${plan ? html`<${Plan} plan=${plan} isOld=${isBusy || problems.length > 0} />` : !problems.length && html`<p class="lead">Computing …</p>`}
+          ${plan ? html`<${Plan} plan=${plan} isOld=${isBusy || problems.length > 0} machine=${isAlone ? machine : null} />` : !problems.length && html`<p class="lead">Computing …</p>`}
         </section>
         ${plan && html`<section class="card"><h2>Changed from the presets</h2>
           ${plan.differences.length
@@ -95,14 +111,6 @@ export function NewRun({ id }) {
               <p><${Button} kind="small" onClick=${() => open("save")}>Save as preset<//> <${Button} kind="small" onClick=${() => setSettings({})}>Take all back<//></p>`
             : html`<p class="about">Nothing.</p>`}
           ${plan.notes.map((each) => html`<p class="note">${each}</p>`)}</section>`}
-        <section class="card">
-          <${Field} label="Name" about="Empty: that of the dataset">${(id) => html`<input id=${id} value=${name} spellcheck=${false} onInput=${(event) => setName(event.target.value)} />`}<//>
-          <label class="row"><input type="checkbox" checked=${enforce} onChange=${(event) => setEnforce(event.target.checked)} /> Refuse a dataset or a LoRA that scores below the minimum</label>
-          <p></p>
-          <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${() => start("now")}>${action.busy ? "Checking …" : "Start"}<//>
-            <${Button} busy=${action.busy} onClick=${() => start("queue")}>Add to queue<//></div>
-          <${Result} action=${action} />
-        </section>
       </div>
     </div>
     ${opened === "import" && html`<${Import} onClose=${() => open(null)} onTake=${(found) => { setSettings((before) => ({ ...before, ...found.settings })); if (found.model) setModel(found.model); if (found.data.length) setData(found.data); open(null); }} />`}
@@ -137,8 +145,8 @@ function usePlan(asked) {
       try {
         next = { plan: await post("/plan", JSON.parse(key)), problems: [] };
       } catch (error) {
-        if (!error.problems) throw error;
-        next = { problems: error.problems };
+        if (!error.problems) console.error(error);
+        next = { problems: error.problems ?? [{ message: `This page made a mistake: ${error.message}.`, fix: "Load it again." }] };
       }
       if (number === newest.current) set((before) => ({ ...before, ...next, busy: false }));
     }, PLAN_AFTER_MS);
@@ -155,18 +163,20 @@ function Choices({ label, name, options, value, onChange }) {
 
 const PARTS = [["weights_gib", "base model"], ["adapter_gib", "LoRA"], ["optimizer_gib", "optimizer"], ["activations_gib", "activations"], ["overhead_gib", "CUDA and rest"]];
 
-function Plan({ plan, isOld }) {
+// `machine`: that of the server where it has no GPU.
+function Plan({ plan, isOld, machine }) {
   const parts = PARTS.map(([key, words]) => [words, plan[key]]);
   const sum = parts.reduce((all, [, gib]) => all + gib, 0);
   const most = Math.max(plan.limit_gib ?? 0, sum) * 1.02 || 1;
   const least = plan.seconds_at_least;
   return html`<div class=${isOld ? "old" : ""}>
-    <p><b>${shown(plan.peak_gib)} GiB</b>${plan.limit_gib ? ` of ${shown(plan.limit_gib)} GiB: ${plan.fits ? "fits" : "does not fit"}` : ", without a limit"}</p>
-    <div class="meter" role="img" aria-label=${`Memory: ${parts.map(([words, gib]) => `${words} ${shown(gib)} GiB`).join(", ")}`}>
+    <p><span class="about">GPU memory at the peak</span><br /><b>${shown(plan.peak_gib)} GiB</b>${plan.limit_gib ? ` of ${shown(plan.limit_gib)} GiB: ${plan.fits ? "fits" : "does not fit"}` : ", without a limit"}</p>
+    <div class="meter" role="img" aria-label=${`GPU memory: ${parts.map(([words, gib]) => `${words} ${shown(gib)} GiB`).join(", ")}`}>
       ${parts.map(([, gib], at) => html`<span class=${`tone${at}`} style=${{ width: `${(100 * gib) / most}%` }}></span>`)}
       ${plan.limit_gib && html`<i style=${{ left: `${(100 * plan.limit_gib) / most}%` }}></i>`}
     </div>
     <ul class="legend">${parts.map(([words, gib], at) => html`<li><span class=${`dot tone${at}`}></span>${words}<b>${shown(gib)} GiB</b></li>`)}</ul>
+    ${machine && html`<p class="note">This computer has no GPU: the run uses its system memory, of which ${bytes(machine.memory.free)} are free.</p>`}
     <${Problems} problems=${plan.shortages.map((each) => ({ message: each, fix: "" }))} />
     <table>
       <tr><th scope="row">model</th><td>${plan.model ?? plan.family}, ${plan.resolution} px</td></tr>
@@ -176,8 +186,9 @@ function Plan({ plan, isOld }) {
       <tr><th scope="row">weights</th><td>${plan.weight_dtype}${plan.blocks_to_swap ? `, ${plan.blocks_to_swap} blocks swapped` : ""}</td></tr>
       <tr><th scope="row">disk</th><td>${shown(plan.disk_gib)} GiB</td></tr>
     </table>
-    <h3>At least this long</h3>
+    <h3>${machine ? "At least this long on a GPU" : "At least this long"}</h3>
     <ul class="legend">${Object.entries(least ?? plan.seconds_per_step_at_least).map(([gpu, seconds]) => html`<li>${gpu}<b>${duration(seconds)}${least ? "" : " a step"}</b></li>`)}</ul>
+    ${machine && html`<p class="note">The CPU of this computer takes longer; how long is shown when the first steps are trained.</p>`}
     ${plan.advice.map((each) => html`<p class="about">${each}</p>`)}
   </div>`;
 }

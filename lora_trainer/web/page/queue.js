@@ -4,16 +4,19 @@ import { post } from "./api.js";
 import { PathField } from "./settings_form.js";
 import { Button, Dialog, Field, Problems, Progress, Result, Status, duration, html, score, shown, typedNumber, useAction, useDocument, useLive, useState, whole } from "./ui.js";
 
+const AT_ONCE = 200;
+
 export function Queue() {
   const [document, load, problems] = useDocument("/queue");
   const [live, setLive] = useState(null);
   const [steps, setSteps] = useState({});
   const [isAdding, add] = useState(false);
+  const [most, show] = useState(AT_ONCE);
   const [workers, setWorkers] = useState("1");
   const [gpus, setGpus] = useState("");
   const action = useAction();
   useLive((message) => {
-    if (message.reconnected) load();
+    if (message.reconnected) load().then(() => setLive(null));
     if (message.queue) setLive(message.queue);
     if (message.runs) setSteps((before) => ({ ...before, ...Object.fromEntries(message.runs.map((row) => [row.id, row])) }));
   });
@@ -32,14 +35,15 @@ export function Queue() {
       <div class="row">
         <label class="row">Workers <input inputmode="numeric" size="4" value=${workers} onInput=${(event) => setWorkers(event.target.value)} /></label>
         <label class="row">GPUs <input size="10" placeholder="0, 1" value=${gpus} onInput=${(event) => setGpus(event.target.value)} /></label>
-        <${Button} busy=${action.busy} disabled=${!waiting} onClick=${start}>Start<//>
+        <${Button} busy=${action.busy} disabled=${!waiting} onClick=${start}>Start workers<//>
         ${queue.workers.length > 0 && html`<${Button} kind="danger" busy=${action.busy} onClick=${() => change(() => post("/queue/stop"))}>Stop all<//>`}
       </div>
       <${Result} action=${action} /></section>
     ${queue.jobs.length
       ? html`<section class="card table"><table>
         <thead><tr><th>job</th><th>status</th><th>progress</th><th class="number">LoRA score</th><th>priority</th><th>change</th></tr></thead>
-        <tbody>${queue.jobs.map((job) => html`<${Job} key=${job.name} job=${{ ...job, ...pick(steps[job.id]) }} of=${of} busy=${action.busy} />`)}</tbody></table></section>`
+        <tbody>${queue.jobs.slice(0, most).map((job) => html`<${Job} key=${job.name} job=${{ ...job, ...pick(steps[job.id]) }} of=${of} busy=${action.busy} />`)}</tbody></table>
+        ${queue.jobs.length > most && html`<p><${Button} onClick=${() => show(most + AT_ONCE)}>Show more (${whole(queue.jobs.length - most)})<//></p>`}</section>`
       : html`<div class="card empty"><h2>No job waits</h2><p>Add a folder of dataset folders: each becomes a LoRA, one after the other.</p></div>`}
     ${isAdding && html`<${AddJobs} together=${queue.together} onClose=${() => add(false)} onAdded=${(found) => { setLive(found); add(false); }} />`}`;
 }

@@ -1,55 +1,67 @@
 // One run: how far it is, its curves, samples, log and settings, and what it may be asked for.
 
-import { get, post, remove } from "./api.js";
+import { post, remove } from "./api.js";
 import { Chart, smooth } from "./chart.js";
+import { leftOf } from "./rows.js";
+import { SettingField, belongsTo } from "./settings_form.js";
 import {
-  Button, Dialog, Field, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, typedNumber, useAction,
-  useDocument, useEffect, useLive, useMemo, useState, whole,
+  Button, Dialog, Field, FileList, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, useAction, useDocument,
+  useEffect, useLive, useMemo, useState, whole,
 } from "./ui.js";
 
 const path = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest}`;
 const TABS = ["Curves", "Samples", "Log", "Events", "Settings", "Files"];
+const KEPT_ROWS = 2000; // that came while the page is open
+const NO_NEWS = { metrics: [], count: 0, validation: [], events: 0 };
+const FETCHED_AGAIN_AFTER = 500; // of them: the server thins the whole so that spikes stay
 
-export function Run({ id }) {
+// `rest`: runs to compare it with.
+export function Run({ id, rest }) {
   const [run, load, problems] = useDocument(path(id));
   const [tab, open] = useState("Curves");
   const [row, setRow] = useState(null);
-  const [news, addNews] = useState({ metrics: [], validation: [], events: [] });
+  const [news, addNews] = useState(NO_NEWS);
   const [again, reload] = useState(0);
   useLive((message) => {
     const mine = message.runs?.find((each) => each.id === id);
     if (mine) {
       // A new phase changes what the run may be asked for; its step does not.
-      if (!row || mine.status !== row.status || mine.is_live !== row.is_live || mine.phase !== row.phase) load();
+      if (!row || mine.status !== run?.status || mine.is_live !== run?.is_live || mine.phase !== row.phase) load();
       setRow(mine);
     }
     if (message.reconnected || (message.run === id && message.is_incomplete)) {
       load();
-      addNews({ metrics: [], validation: [], events: [] });
+      addNews(NO_NEWS);
       reload((number) => number + 1);
     } else if (message.run === id) {
-      addNews((before) =>
-        Object.fromEntries(Object.entries(before).map(([kind, rows]) => [kind, [...rows, ...(message[kind] ?? [])].slice(-20000)])),
-      );
+      addNews((before) => ({
+        metrics: [...before.metrics, ...(message.metrics ?? [])].slice(-KEPT_ROWS),
+        count: before.count + (message.metrics?.length ?? 0),
+        validation: [...before.validation, ...(message.validation ?? [])].slice(-KEPT_ROWS),
+        events: before.events + (message.events?.length ?? 0),
+      }));
     }
+    if (message.removed?.includes(id)) load();
   });
   if (!run) return html`<h1>${id}</h1><${Problems} problems=${problems} />`;
   const progress = { ...run.progress, ...(row && { step: row.step, total: row.total, phase: row.phase, val_loss: row.val_loss }) };
   const newest = news.metrics.at(-1) ?? {};
-  const seconds = newest.seconds ?? progress.seconds_per_step;
-  const left = progress.total ? (progress.total - (progress.step ?? 0)) * (seconds ?? NaN) : NaN;
+  const times = news.metrics.slice(-20).map((each) => each.seconds).filter((each) => each > 0).sort((a, b) => a - b);
+  const seconds = times[Math.floor(times.length / 2)] ?? progress.seconds_per_step;
+  const left = leftOf({ ...progress, is_live: run.is_live }, seconds);
   const facts = [
     ["step", progress.total ? `${whole(progress.step)} of ${whole(progress.total)}` : whole(progress.step)],
     ["loss", shown(newest.loss ?? progress.loss)],
     ["val_loss", shown(progress.val_loss)],
     ["lr", shown(newest.lr ?? progress.lr)],
     ["speed", seconds ? (seconds < 1 ? `${shown(1 / seconds)} it/s` : `${shown(seconds)} s/it`) : "–"],
-    ["ETA", run.is_live && Number.isFinite(left) ? duration(left) : "–"],
+    ["ETA", left === null ? "–" : duration(left)],
   ];
   const scores = run.scores ?? {};
   return html`
     <div class="head"><h1>${run.name}</h1><${Status} status=${run.is_live ? run.status : (run.outcome ?? run.status)} isLive=${run.is_live} />
       <${Actions} run=${run} id=${id} onChange=${load} /></div>
+    <${Problems} problems=${problems} />
     ${run.start_error && html`<${Problems} title="It was not resumed" problems=${[{ message: run.start_error, fix: "" }]} />`}
     ${run.reason && html`<p class="lead">${run.reason}</p>`}
     <section class="card" aria-label="Progress">
@@ -60,20 +72,22 @@ export function Run({ id }) {
       </dl>
     </section>
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => {
-      const turn = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!turn) return;
-      const next = TABS[(TABS.indexOf(tab) + turn + TABS.length) % TABS.length];
+      const at = TABS.indexOf(tab);
+      const places = { ArrowRight: (at + 1) % TABS.length, ArrowLeft: (at + TABS.length - 1) % TABS.length, Home: 0, End: TABS.length - 1 };
+      const next = TABS[places[event.key]];
+      if (!next) return;
+      event.preventDefault();
       open(next);
       document.getElementById(`tab-${next}`).focus();
     }}>
       ${TABS.map((name) => html`<button type="button" role="tab" id=${`tab-${name}`} aria-controls="tab-content" aria-selected=${tab === name} tabindex=${tab === name ? 0 : -1} onClick=${() => open(name)}>${name}</button>`)}
     </div>
     <div role="tabpanel" id="tab-content" aria-labelledby=${`tab-${tab}`} class="stack">
-      ${tab === "Curves" && (run.status === "starting" ? html`<div class="card empty">The run begins.</div>` : html`<${Curves} id=${id} news=${news} again=${again} />`)}
+      ${tab === "Curves" && (run.status === "starting" ? html`<div class="card empty">The run begins.</div>` : html`<${Curves} id=${id} others=${rest} news=${news} again=${again} />`)}
       ${tab === "Samples" && html`<${Samples} id=${id} again=${`${row?.preview} ${run.status}`} />`}
       ${tab === "Log" && html`<${Log} id=${id} isLive=${run.is_live} />`}
       ${tab === "Events" && html`<${Events} id=${id} news=${news.events} />`}
-      ${tab === "Settings" && html`<${Settings} id=${id} />`}
+      ${tab === "Settings" && html`<${Settings} id=${id} again=${run.status} />`}
       ${tab === "Files" && html`<${Files} id=${id} folder=${run.folder} again=${run.status} />`}
     </div>`;
 }
@@ -82,10 +96,11 @@ function Actions({ run, id, onChange }) {
   const action = useAction();
   const [asks, ask] = useState(null);
   const may = new Set(run.may);
+  const DONE = "It is done after the step that is computed now; Events will show it.";
   const request = (body) =>
     action.act(async () => {
       await post(path(id, "/requests"), body);
-      return "It is done after the step that is computed now; Events will show it.";
+      return DONE;
     });
   return html`<div class="right">
       ${may.has("sample") && html`<${Button} onClick=${() => request({ do: "sample" })} busy=${action.busy}>Generate samples now<//>`}
@@ -96,68 +111,90 @@ function Actions({ run, id, onChange }) {
       ${may.has("delete") && html`<${Button} kind="danger" onClick=${() => ask("delete")}>Delete<//>`}
     </div>
     ${(action.problems.length > 0 || action.message) && html`<div class="grow"><${Result} action=${action} /></div>`}
-    ${asks === "prompts" && html`<${Prompts} onClose=${() => ask(null)} send=${request} />`}
+    ${asks === "prompts" && html`<${Prompts} id=${id} onClose=${() => ask(null)} onSent=${() => { ask(null); action.act(async () => DONE); }} />`}
     ${asks === "resume" && html`<${Resume} id=${id} onClose=${() => ask(null)} onDone=${onChange} />`}
-    ${asks === "delete" && html`<${Dialog} title=${`Delete ${run.name}?`} onClose=${() => ask(null)}>
-      <p>Its folder is moved to the trash, which is the folder .ui/trash among the runs.</p>
-      <div class="row"><${Button} kind="danger" busy=${action.busy} onClick=${() => action.act(async () => { await remove(path(id)); location.hash = "#/"; })}>Delete<//>
-      <${Button} onClick=${() => ask(null)}>Keep<//></div><${Result} action=${action} /><//>`}`;
+    ${asks === "delete" && html`<${Delete} run=${run} id=${id} onClose=${() => ask(null)} />`}`;
 }
 
-function Prompts({ onClose, send }) {
+function Delete({ run, id, onClose }) {
+  const action = useAction();
+  return html`<${Dialog} title=${`Delete ${run.name}?`} onClose=${onClose}>
+    <p>Its folder is moved to the trash, which is the folder .ui/trash among the runs.</p>
+    <div class="row"><${Button} kind="danger" busy=${action.busy} onClick=${() => action.act(async () => { await remove(path(id)); location.hash = "#/runs"; })}>Delete<//>
+    <${Button} onClick=${onClose}>Keep<//></div><${Result} action=${action} /><//>`;
+}
+
+function Prompts({ id, onClose, onSent }) {
   const [text, set] = useState("");
+  const action = useAction();
   const prompts = text.split("\n").map((line) => line.trim()).filter(Boolean);
   return html`<${Dialog} title="Change the prompts of samples" onClose=${onClose}>
     <${Field} label="Prompts, one on each line" about="At most 16. They hold until the run ends or is stopped.">
       ${(id) => html`<textarea id=${id} value=${text} onInput=${(event) => set(event.target.value)}></textarea>`}
     <//>
-    <div class="row"><${Button} kind="main" disabled=${!prompts.length} onClick=${async () => { await send({ do: "prompts", prompts }); onClose(); }}>Use these<//>
-    <${Button} onClick=${onClose}>Cancel<//></div><//>`;
+    <div class="row"><${Button} kind="main" busy=${action.busy} disabled=${!prompts.length} onClick=${() => action.act(async () => { await post(path(id, "/requests"), { do: "prompts", prompts }); onSent(); })}>Use these<//>
+    <${Button} onClick=${onClose}>Cancel<//></div><${Result} action=${action} /><//>`;
 }
 
+// The settings that may change, each with the field of the schema: choices, switches and limits.
+const AT_ONCE = 12;
+
 function Resume({ id, onClose, onDone }) {
-  const [document] = useDocument(path(id, "/settings"));
+  const [own, , ownProblems] = useDocument(path(id, "/settings"));
+  const [schema, , schemaProblems] = useDocument("/settings");
   const [changed, change] = useState({});
   const [text, search] = useState("");
   const action = useAction();
-  const rows = (document?.settings ?? []).filter((row) => row.on_resume !== "fixed");
-  const wanted = text.trim().toLowerCase();
-  const found = rows.filter((row) => row.name in changed || (wanted && row.name.includes(wanted)));
+  const rows = useMemo(() => {
+    const now = new Map((own?.settings ?? []).map((row) => [row.name, row]));
+    const all = (schema?.sections ?? []).flatMap((section) => section.settings);
+    return all.filter((row) => now.has(row.name) && !REFUSED.has(row.on_resume) && !HIDDEN.has(row.name)).map((setting) => ({ setting, now: now.get(setting.name) }));
+  }, [own, schema]);
+  const words = text.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  const fits = ({ setting }) => words.length > 0 && words.every((word) => `${setting.name} ${setting.description}`.toLowerCase().includes(word));
+  const isChanged = ({ setting }) => setting.name in changed;
+  const found = rows.filter((row) => !isChanged(row) && fits(row));
+  const visible = [...rows.filter(isChanged), ...found.slice(0, AT_ONCE)];
+  const set = (name, value) => {
+    action.clear(); // what was refused was another value
+    change((before) => {
+      const { [name]: _, ...others } = before;
+      return value === undefined ? others : { ...others, [name]: value };
+    });
+  };
   const resume = () =>
     action.act(async () => {
-      const settings = Object.fromEntries(Object.entries(changed).map(([name, value]) => [name, typedValue(value)]));
-      await post(path(id, "/resume"), { settings });
+      await post(path(id, "/resume"), { settings: changed });
       onDone();
       onClose();
     });
+  const elsewhere = action.problems.filter((each) => !visible.some(({ setting }) => belongsTo(each, setting.name)));
+  const problems = [...ownProblems, ...schemaProblems];
   return html`<${Dialog} title="Resume" onClose=${onClose}>
-    <p class="lead">Training continues from the newest checkpoint. ${whole(rows.length)} settings may change.</p>
-    <${Field} label="Find a setting to change" about="For example train.max_steps or checkpoint">${(field) => html`<input id=${field} type="search" value=${text} onInput=${(event) => search(event.target.value)} />`}<//>
-    ${found.slice(0, 12).map((row) => html`<${Field} key=${row.name} label=${row.name} about=${row.description}
-      problems=${action.problems.filter((each) => each.message.startsWith(row.name))}>
-      ${(field) => html`<input id=${field} value=${changed[row.name] ?? row.shown ?? ""} onInput=${(event) => change({ ...changed, [row.name]: event.target.value })} />`}<//>`)}
+    <p class="lead">Training continues from the newest checkpoint.${own && schema ? ` ${whole(rows.length)} settings may change.` : ""}</p>
+    <${Problems} title=${problems.length ? "The settings were not loaded; the run can be resumed as it is" : undefined} problems=${problems.slice(0, 1)} />
+    ${own && schema && html`<${Field} label="Find a setting to change" about="By name or description, for example max_steps or checkpoint">${(field) => html`<input id=${field} type="search" value=${text} onInput=${(event) => search(event.target.value)} />`}<//>
+    ${words.length > 0 && !found.length && html`<p class="about">No other setting that may change has this in its name or description.</p>`}
+    ${visible.map(({ setting, now }) => html`<${SettingField} key=${setting.name} setting=${setting} now=${{ value: now.value, origin: now.origin }} chosen=${changed[setting.name]} isChosen=${setting.name in changed}
+      problems=${action.problems.filter((each) => belongsTo(each, setting.name))} onChange=${(value) => set(setting.name, value)} />`)}
+    ${found.length > AT_ONCE && html`<p class="about">${whole(found.length - AT_ONCE)} more fit: type more of the name.</p>`}`}
     <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${resume}>Resume<//><${Button} onClick=${onClose}>Cancel<//></div>
-    <${Result} action=${action} /><//>`;
+    <${Result} action=${{ ...action, problems: elsewhere }} /><//>`;
 }
 
-function typedValue(text) {
-  const plain = text.trim();
-  if (plain === "") return null;
-  if (plain === "true" || plain === "false") return plain === "true";
-  const number = typedNumber(plain);
-  return Number.isNaN(number) ? plain : number;
-}
+const REFUSED = new Set(["fixed", "fixed in effect"]);
+const HIDDEN = new Set(["run.name", "run.output", "run.on_finish", "run.on_failure"]);
 
 const pointsOf = (metrics, name) => metrics.steps.map((step, at) => [step, metrics[name][at]]);
 
-function Curves({ id, news, again }) {
-  const [others, compare] = useState([]);
+function Curves({ id, others: first, news, again }) {
+  const [others, compare] = useState(first);
   const [weight, setWeight] = useState(0.9);
   const [log, setLog] = useState(false);
-  const [metrics, , problems] = useDocument(path(id, "/metrics?points=2000"), [again]);
+  const [metrics, problems] = useMetrics(id, news.count, again);
   const [list] = useDocument("/runs?limit=200");
   const [compared] = useDocument(others.length ? `/compare?runs=${others.map(encodeURIComponent).join(",")}&points=1000` : null, [others.join()]);
-  const own = useMemo(() => metrics && withNews(metrics, news), [metrics, news]);
+  const own = useMemo(() => metrics && withNews(metrics.document, news, metrics.count), [metrics, news]);
   const series = useMemo(() => {
     if (!own) return null;
     const loss = pointsOf(own, "loss");
@@ -202,12 +239,22 @@ function Curves({ id, news, again }) {
     </div>`;
 }
 
+// The columns of the run, and how many rows had come when they were asked for; again when many have come since.
+function useMetrics(id, count, again) {
+  const [state, set] = useState(null);
+  const stretch = Math.floor(count / FETCHED_AGAIN_AFTER);
+  const [document, , problems] = useDocument(path(id, "/metrics?points=2000"), [again, stretch]);
+  const asked = useMemo(() => count, [again, stretch]);
+  useEffect(() => document && set({ document, count: asked }), [document]);
+  return [state, problems];
+}
+
 // The fetched columns with the rows that came since. A step that is repeated, as after a rollback, replaces later ones.
-function withNews(metrics, news) {
+function withNews(metrics, news, since) {
   const names = ["loss", "lr", "grad_norm", "seconds", "memory_gib"];
   const all = { steps: [...metrics.steps], validation: [...metrics.validation] };
   for (const name of names) all[name] = [...metrics[name]];
-  for (const row of news.metrics) {
+  for (const row of news.count > since ? news.metrics.slice(since - news.count) : []) {
     while (all.steps.length && all.steps.at(-1) >= row.step) for (const column of ["steps", ...names]) all[column].pop();
     all.steps.push(row.step);
     for (const name of names) all[name].push(row[name] ?? null);
@@ -222,20 +269,24 @@ function Samples({ id, again }) {
   if (!document) return html`<${Problems} problems=${problems} />`;
   const images = document.samples;
   if (!images.length) return html`<div class="card empty">No image was generated yet. “Generate samples now” makes some.</div>`;
-  const steps = [...new Set(images.filter((each) => !each.is_base).map((each) => each.step))];
+  // Before the first sample with the LoRA there are those of the base model alone.
+  const isMain = images.every((each) => each.is_base) ? () => true : (each) => !each.is_base;
+  const steps = [...new Set(images.filter(isMain).map((each) => each.step))];
   const place = Math.min(at ?? steps.length - 1, steps.length - 1);
   const name = (step) => (step === null ? "at the end" : `step ${whole(step)}`);
-  const now = images.filter((each) => !each.is_base && each.step === steps[place]);
+  const now = images.filter((each) => isMain(each) && each.step === steps[place]);
   const base = (image) =>
-    images.find((each) => each.is_base && each.prompt === image.prompt && each.seed === image.seed && each.step === image.step) ??
-    images.find((each) => each.is_base && each.prompt === image.prompt && each.seed === image.seed);
+    image.is_base
+      ? undefined
+      : (images.find((each) => each.is_base && each.prompt === image.prompt && each.seed === image.seed && each.step === image.step) ??
+        images.find((each) => each.is_base && each.prompt === image.prompt && each.seed === image.seed));
   return html`<section class="card">
     <${Field} label=${`Samples ${name(steps[place])}`} about="Move the slider to see how they changed while the LoRA was trained.">
       ${(field) => html`<input id=${field} type="range" min="0" max=${Math.max(0, steps.length - 1)} step="1" value=${place} aria-valuetext=${name(steps[place])} onInput=${(event) => move(Number(event.target.value))} />`}<//>
     <div class="images">${now.map((image) => html`<figure key=${`${image.prompt} ${image.seed} ${image.strength}`}>
       <div class="pair">${base(image) && html`<a href=${base(image).url} target="_blank" rel="noopener"><img src=${`${base(image).url}?width=512`} alt=${`base model: ${image.prompt}`} /></a>`}
-        <a href=${image.url} target="_blank" rel="noopener"><img src=${`${image.url}?width=512`} alt=${`with the LoRA: ${image.prompt}`} /></a></div>
-      <figcaption>${base(image) ? "base model, with the LoRA: " : ""}${image.prompt}${image.seed !== null ? `, seed ${image.seed}` : ""}${image.strength !== null && image.strength !== 1 ? `, strength ${shown(image.strength)}` : ""}</figcaption>
+        <a href=${image.url} target="_blank" rel="noopener"><img src=${`${image.url}?width=512`} alt=${`${image.is_base ? "base model" : "with the LoRA"}: ${image.prompt}`} /></a></div>
+      <figcaption>${image.is_base ? "base model: " : base(image) ? "base model, with the LoRA: " : ""}${image.prompt}${image.seed !== null ? `, seed ${image.seed}` : ""}${image.strength !== null && image.strength !== 1 ? `, strength ${shown(image.strength)}` : ""}</figcaption>
     </figure>`)}</div></section>`;
 }
 
@@ -253,7 +304,7 @@ function Log({ id, isLive }) {
 }
 
 function Events({ id, news }) {
-  const [document, , problems] = useDocument(path(id, "/events"), [news.length]);
+  const [document, , problems] = useDocument(path(id, "/events"), [news]);
   if (!document) return html`<${Problems} problems=${problems} />`;
   if (!document.events.length) return html`<div class="card empty">Nothing happened beside the steps.</div>`;
   return html`<section class="card table"><table>
@@ -261,8 +312,8 @@ function Events({ id, news }) {
     <tbody>${[...document.events].reverse().slice(0, 500).map((each) => html`<tr><td class="number">${whole(each.step)}</td><td>${each.kind}</td><td>${each.message}</td></tr>`)}</tbody></table></section>`;
 }
 
-function Settings({ id }) {
-  const [document, , problems] = useDocument(path(id, "/settings"));
+function Settings({ id, again }) {
+  const [document, , problems] = useDocument(path(id, "/settings"), [again]);
   const [all, showAll] = useState(false);
   if (!document) return html`<${Problems} problems=${problems} />`;
   const rows = document.settings.filter((row) => all || row.is_chosen);
@@ -272,13 +323,7 @@ function Settings({ id }) {
 }
 
 function Files({ id, folder, again }) {
-  const [document, setDocument] = useState(null);
-  const action = useAction();
-  useEffect(() => void action.act(async () => setDocument(await get(path(id, "/verdict")))), [id, again]);
-  return html`<section class="card"><p class="note">${folder}</p><${Result} action=${action} />
+  const [document, , problems] = useDocument(path(id, "/verdict"), [again]);
+  return html`<section class="card"><p class="note">${folder}</p><${Problems} problems=${problems} />
     ${document && (document.files.length ? html`<${FileList} files=${document.files} />` : html`<p class="lead">No file was exported yet.</p>`)}</section>`;
-}
-
-export function FileList({ files }) {
-  return html`<ul class="runs">${files.map((file) => html`<li class="row"><a href=${file.url} download>${file.name}</a><span class="note">${bytes(file.size)}</span></li>`)}</ul>`;
 }

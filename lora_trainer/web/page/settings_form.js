@@ -1,12 +1,13 @@
 // Fields for settings, made from the schema that the server sends; and a picker of paths.
 
 import { get } from "./api.js";
-import { Button, Field, Problems, html, useAction, useState, typedNumber, whole } from "./ui.js";
+import { Button, Field, Problems, html, typedNumber, useAction, useEffect, useRef, useState, whole } from "./ui.js";
 
 // What a field's text means. {problem} where it is no value of the setting.
 export function parsed(setting, text) {
   const plain = text.trim();
   if (plain === "" && setting.can_be_empty) return { value: null };
+  if (setting.types.includes("boolean") && (plain === "true" || plain === "false")) return { value: plain === "true" };
   const isNumber = setting.types.some((each) => each === "number" || each === "integer");
   const one = (part) => {
     const number = typedNumber(part);
@@ -38,36 +39,41 @@ export function limitsOf(setting) {
 // `now`: {value, origin, evidence} of the plan. `onChange(value)`; undefined takes the change back.
 export function SettingField({ setting, now, chosen, isChosen, problems, onChange }) {
   const [text, setText] = useState(isChosen ? textOf(chosen) : "");
-  const [wrong, setWrong] = useState(null);
   const value = isChosen ? chosen : now?.value;
+  // What is no value is chosen as it was typed: the server refuses it, so that no earlier one is used.
+  const own = parsed(setting, text);
+  const meant = (found, given) => (found.problem ? given : found.value);
+  const isTyped = JSON.stringify(meant(own, text)) === JSON.stringify(chosen); // else it came from elsewhere since, as from an import
+  const wrong = isChosen && isTyped ? own.problem : undefined;
   const about = [setting.description, limitsOf(setting)].filter(Boolean).join("; ").replaceAll("`", "");
   const all = wrong ? [{ message: wrong, fix: "" }] : problems;
   const type = (given) => {
     setText(given);
-    const found = parsed(setting, given);
-    setWrong(found.problem ?? null);
-    if (!found.problem) onChange(found.value);
+    onChange(meant(parsed(setting, given), given));
   };
   const back = () => {
     setText("");
-    setWrong(null);
     onChange(undefined);
   };
   const isSwitch = setting.types.length === 1 && setting.types[0] === "boolean" && !setting.choices;
+  const words = [...(setting.types.includes("boolean") ? [true, false] : []), ...(setting.choices ?? [])];
+  // Beside words such as auto some take any number: they are typed, with the words as suggestions.
+  const isTypedToo = setting.types.some((each) => each === "number" || each === "integer") && words.some((each) => typeof each !== "number");
   return html`<${Field} label=${setting.name} about=${about} problems=${all}>
     ${(id, describedBy) => html`
       ${
         isSwitch
           ? html`<select id=${id} aria-describedby=${describedBy} value=${String(Boolean(value))} onChange=${(event) => onChange(event.target.value === "true")}>
               <option value="true">true</option><option value="false">false</option></select>`
-          : setting.choices && !setting.is_list
-            ? html`<select id=${id} aria-describedby=${describedBy} value=${textOf(value)} onChange=${(event) => onChange(event.target.value === "" ? null : (setting.choices.find((each) => String(each) === event.target.value) ?? event.target.value))}>
+          : setting.choices && !setting.is_list && !isTypedToo
+            ? html`<select id=${id} aria-describedby=${describedBy} value=${textOf(value)} onChange=${(event) => onChange(event.target.value === "" ? null : (words.find((each) => String(each) === event.target.value) ?? event.target.value))}>
                 ${setting.can_be_empty && html`<option value="">(empty)</option>`}
-                ${setting.choices.map((each) => html`<option value=${String(each)}>${String(each)}</option>`)}
-                ${value !== null && value !== undefined && !setting.choices.map(String).includes(textOf(value)) && html`<option value=${textOf(value)}>${textOf(value)}</option>`}
+                ${words.map((each) => html`<option value=${String(each)}>${String(each)}</option>`)}
+                ${value !== null && value !== undefined && !words.map(String).includes(textOf(value)) && html`<option value=${textOf(value)}>${textOf(value)}</option>`}
               </select>`
-            : html`<input id=${id} aria-describedby=${describedBy} inputmode=${setting.types.includes("string") ? undefined : "decimal"} spellcheck=${false}
-                placeholder=${textOf(now?.value) || "(empty)"} value=${isChosen || wrong ? text : ""} onInput=${(event) => type(event.target.value)} />`
+            : html`${words.length > 0 && html`<datalist id=${`${id}-words`}>${words.map((each) => html`<option value=${String(each)} />`)}</datalist>`}
+              <input id=${id} list=${words.length > 0 ? `${id}-words` : undefined} aria-describedby=${describedBy} inputmode=${setting.types.includes("string") ? undefined : "decimal"} spellcheck=${false}
+                placeholder=${textOf(now?.value) || "(empty)"} value=${!isChosen ? "" : isTyped ? text : textOf(chosen)} onInput=${(event) => type(event.target.value)} />`
       }
       <span class=${isChosen ? "origin changed" : "origin"}>
         ${isChosen ? "set here " : now ? `from ${now.origin}` : ""}
@@ -114,6 +120,10 @@ export function belongsTo(problem, name) {
 // A path on the server's machine: typed, or chosen from folders that may be read.
 export function PathField({ label, about, value, kinds, problems = [], onChange }) {
   const [place, setPlace] = useState(null);
+  const box = useRef(null);
+  useEffect(() => {
+    if (place && document.activeElement === document.body) box.current.focus(); // the entry that had it is gone
+  }, [place]);
   const action = useAction();
   const browse = (path) => action.act(async () => setPlace(await get(path ? `/browse?path=${encodeURIComponent(path)}` : "/browse")));
   const choose = (path) => {
@@ -126,12 +136,12 @@ export function PathField({ label, about, value, kinds, problems = [], onChange 
         <${Button} busy=${action.busy} aria-expanded=${place !== null} onClick=${() => (place ? setPlace(null) : browse(null))}>Browse<//>
       </div>
       <${Problems} problems=${action.problems} />
-      ${place && html`<div class="browse"><ul>
+      ${place && html`<div class="browse" ref=${box} tabindex="-1"><ul>
         ${place.path !== null && html`<li><button type="button" onClick=${() => browse(place.parent)}>↑ ${place.path}</button></li>`}
         ${place.path !== null && kinds.includes("folder") && html`<li><button type="button" onClick=${() => choose(place.path)}><b>Use this folder</b>${place.images ? `, ${whole(place.images)} images` : ""}</button></li>`}
         ${place.entries
           .filter((entry) => entry.kind.includes("folder") || kinds.includes(entry.kind))
-          .map((entry) => html`<li key=${entry.path}><button type="button" onClick=${() => (entry.kind === "folder" || !kinds.includes(entry.kind) ? browse(entry.path) : choose(entry.path))}>${entry.kind.includes("folder") ? "📁" : "📄"} ${entry.name}</button></li>`)}
+          .map((entry) => html`<li key=${entry.path}><button type="button" disabled=${action.busy} onClick=${() => (entry.kind === "folder" || !kinds.includes(entry.kind) ? browse(entry.path) : choose(entry.path))}>${entry.name}${entry.kind.includes("folder") && !entry.name.endsWith("/") ? "/" : ""}</button></li>`)}
         ${place.left_out > 0 && html`<li class="note">${whole(place.left_out)} more are not shown.</li>`}
       </ul></div>`}`}
   <//>`;

@@ -1,12 +1,12 @@
 // What all pages are made of: elements, numbers, fields, problems.
 
 import { Fragment, h, render } from "./vendor/preact/preact.js";
-import { useCallback, useEffect, useMemo, useRef, useState } from "./vendor/preact/hooks.js";
+import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact/hooks.js";
 import htm from "./vendor/htm/htm.js";
 import { ApiError, get, listen } from "./api.js";
 
 export const html = htm.bind(h);
-export { Fragment, h, render, useCallback, useEffect, useMemo, useRef, useState };
+export { Fragment, h, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
 // Numbers
 
@@ -86,7 +86,7 @@ export function useLive(onMessage) {
   useEffect(() => listen((message) => newest.current(message)), []);
 }
 
-// Does something once, and shows what is wrong with it.
+// Does something once, and shows what is wrong with it. An error of the page itself is shown too, and is in the console.
 export function useAction() {
   const [state, set] = useState({ busy: false, problems: [], message: null });
   const act = async (work) => {
@@ -96,12 +96,14 @@ export function useAction() {
       set({ busy: false, problems: [], message: typeof message === "string" ? message : null });
       return true;
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      set({ busy: false, problems: error.problems, message: null });
+      const isKnown = error instanceof ApiError;
+      const own = { message: `This page made a mistake: ${error.message}.`, fix: "Load it again; the browser's console shows more." };
+      set({ busy: false, problems: isKnown ? error.problems : [own], message: null });
+      if (!isKnown) console.error(error);
       return false;
     }
   };
-  return { ...state, act, clear: () => set({ busy: false, problems: [], message: null }) };
+  return { ...state, act, clear: () => set((before) => (before.busy ? before : { busy: false, problems: [], message: null })) };
 }
 
 // Elements
@@ -124,7 +126,7 @@ export function Result({ action }) {
 }
 
 export function Button({ kind = "", busy = false, children, ...more }) {
-  return html`<button type="button" class=${`button ${kind}`} disabled=${busy || more.disabled} ...${more}>${children}</button>`;
+  return html`<button type="button" class=${`button ${kind}`} ...${more} disabled=${busy || more.disabled}>${children}</button>`;
 }
 
 // Copies a text. Without TLS browsers offer the clipboard on this computer alone: elsewhere by a selection.
@@ -148,13 +150,22 @@ export function Copy({ text, label = "Copy" }) {
 }
 
 const TONES = {
-  running: "active", starting: "active", waiting: "", done: "good", finished: "good", passed: "good", completed: "good",
+  running: "active", starting: "active", waiting: "", done: "good", finished: "good", passed: "good", unresolved: "warn", completed: "good",
   failed: "bad", refused: "bad", crashed: "bad", error: "bad", stopped: "warn", cancelled: "warn", paused: "warn",
 };
 
-export function Status({ status, isLive }) {
+// `words` are shown in place of the status.
+export function Status({ status, isLive, words }) {
   const gone = status === "running" && isLive === false;
-  return html`<span class=${`status ${gone ? "warn" : (TONES[status] ?? "")}`}>${gone ? "interrupted" : status}</span>`;
+  return html`<span class=${`status ${gone ? "warn" : (TONES[status] ?? "")}`}>${gone ? "interrupted" : (words ?? status)}</span>`;
+}
+
+// How much of something is used; in another color where little is left of what is scarce.
+export function Bar({ label, share, words, isScarce = false }) {
+  const used = Math.min(1, Math.max(0, share || 0));
+  const tone = !isScarce || used < 0.85 ? "" : used < 0.95 ? "warn" : "bad";
+  return html`<div class="used"><div class=${`gauge-bar ${tone}`} role="meter" aria-label=${label} aria-valuemin="0" aria-valuemax="1" aria-valuenow=${used.toFixed(3)} aria-valuetext=${words}>
+    <span style=${{ width: `${100 * used}%` }}></span></div><span class="note">${words}</span></div>`;
 }
 
 export function Progress({ step, total, label }) {
@@ -177,9 +188,16 @@ export function useId() {
 
 export function Field({ label, about, problems = [], children }) {
   const id = useId();
+  const isDescribed = Boolean(problems.length || about);
+  useLayoutEffect(() => {
+    // Here, so that no caller can forget it.
+    const input = document.getElementById(id);
+    const found = { "aria-describedby": isDescribed ? `${id}-about` : null, "aria-invalid": problems.length ? "true" : null };
+    for (const [name, value] of Object.entries(found)) value === null ? input?.removeAttribute(name) : input?.setAttribute(name, value);
+  });
   return html`<div class=${problems.length ? "field wrong" : "field"}>
     <label for=${id}>${label}</label>
-    ${children(id, problems.length || about ? `${id}-about` : undefined)}
+    ${children(id, isDescribed ? `${id}-about` : undefined)}
     <div id=${`${id}-about`}>
       ${about && html`<p class="about">${about}</p>`}
       <${Problems} problems=${problems} />
@@ -189,6 +207,15 @@ export function Field({ label, about, problems = [], children }) {
 
 export function Dialog({ title, onClose, children }) {
   const place = useRef(null);
-  useEffect(() => place.current.showModal(), []);
+  useEffect(() => {
+    const opener = document.activeElement;
+    place.current.showModal();
+    // Once the dialog is gone: before, nothing else can have the focus.
+    return () => setTimeout(() => document.activeElement === document.body && opener?.focus());
+  }, []);
   return html`<dialog ref=${place} aria-label=${title} onClose=${onClose}><h2>${title}</h2>${children}</dialog>`;
+}
+
+export function FileList({ files }) {
+  return html`<ul class="runs">${files.map((file) => html`<li class="row"><a href=${file.url} download>${file.name}</a><span class="note">${bytes(file.size)}</span></li>`)}</ul>`;
 }

@@ -1,12 +1,15 @@
 // What a run is worth: the verdict in words, its parts with their evidence, checkpoints and strengths side by side.
 
-import { FileList } from "./run.js";
-import { Field, Problems, ScoreBox, Status, html, score, shown, useDocument, useState, whole } from "./ui.js";
+import { Field, FileList, Problems, ScoreBox, Status, html, score, shown, useDocument, useLive, useState, whole } from "./ui.js";
 
 const TONES = { good: "good", fair: "warn", bad: "bad", open: "" };
 
 export function Verdict({ id }) {
-  const [verdict, , problems] = useDocument(`/runs/${encodeURIComponent(id)}/verdict`);
+  const [verdict, load, problems] = useDocument(`/runs/${encodeURIComponent(id)}/verdict`);
+  useLive((message) => {
+    const mine = message.runs?.find((each) => each.id === id);
+    if (message.reconnected || (mine && (!mine.is_live || mine.status !== verdict?.status))) load();
+  });
   if (!verdict) return html`<h1>${id}</h1><${Problems} problems=${problems} />`;
   const { lora, dataset } = verdict;
   const wasMeasured = lora.value !== null;
@@ -61,15 +64,15 @@ function Part({ part }) {
 // What several images, or the whole, have in common: [file or nothing, message] each.
 function Finding({ finding }) {
   const count = finding.count ?? finding.about.length;
-  const [first] = finding.about;
-  return html`<div class="finding"><p>${count === 1 ? first.filter(Boolean).join(": ") : first[1]} <span class="note">(${finding.severity}${count > 1 ? `, ${whole(count)} times` : ""})</span><br /><span class="about">${finding.fix}</span></p>
+  const [first = []] = finding.about;
+  return html`<div class="finding"><p>${count <= 1 ? first.filter(Boolean).join(": ") : first[1]} <span class="note">(${finding.severity}${count > 1 ? `, ${whole(count)} times` : ""})</span><br /><span class="about">${finding.fix}</span></p>
     ${count > 1 && html`<details><summary>All</summary><ul>${finding.about.slice(0, 100).map((each) => html`<li>${each.filter(Boolean).join(": ")}</li>`)}</ul></details>`}</div>`;
 }
 
 function Evidence({ group }) {
   return html`<section class="card"><h2>${group.heading}</h2>${group.about && html`<p class="about">${group.about}</p>`}
     <div class="images">${group.pairs.map((pair) => html`<figure><div class="pair">${pair.sides.filter((side) => side.url).map((side) => html`<a href=${side.url} target="_blank" rel="noopener"><img loading="lazy" src=${`${side.url}?width=384`} alt=${`${side.label}: ${pair.prompt ?? ""}`} /></a>`)}</div>
-      <figcaption>${pair.sides.map((side) => side.label).join(", ")}${pair.prompt ? `: ${pair.prompt}` : ""}${pair.seed !== null && pair.seed !== undefined ? `, seed ${pair.seed}` : ""} ${typeof pair.about === "string" ? pair.about : ""}</figcaption></figure>`)}</div></section>`;
+      <figcaption>${pair.sides.map((side) => side.label).join(", ")}${pair.prompt ? `: ${pair.prompt}` : ""}${pair.seed !== null && pair.seed !== undefined ? `, seed ${pair.seed}` : ""}${typeof pair.about === "string" && pair.about ? ` · ${pair.about}` : ""}</figcaption></figure>`)}</div></section>`;
 }
 
 // One strength at a time: the slider goes through the drawn ones, so every image is real.

@@ -1,7 +1,6 @@
 // Rows and grids of any length: only what is near the screen is in the document, and all of it is reached by keys.
 
-import { useLayoutEffect } from "./vendor/preact/hooks.js";
-import { html, useEffect, useRef, useState } from "./ui.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
 const BEYOND = 4; // rows kept above and below the screen
 const CONTROLS = "a[href], button, input, select, textarea, summary";
