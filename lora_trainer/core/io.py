@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,25 @@ def rename_over(source: Path, target: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove half-written files that killed processes left below a folder that nobody else writes to now."""
-    for path in [path for path in folder.rglob(".*") if HALF_WRITTEN.fullmatch(path.name)]:
+    """Remove half-written files and folders that killed processes left below a folder that nobody else writes to now."""
+    _remove(path for path in [*folder.rglob(".*")] if HALF_WRITTEN.fullmatch(path.name))
+
+
+def remove_abandoned(folder: Path, seconds: float) -> None:
+    """Remove those that lie right in a folder and did not change for so long. What is being written there stays."""
+    now, old = time.time(), list[Path]()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in (each for each in entries if HALF_WRITTEN.fullmatch(each.name)):
+            with contextlib.suppress(OSError):
+                if now - entry.stat(follow_symlinks=False).st_mtime > seconds:
+                    old.append(Path(entry.path))
+    _remove(old)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
         with contextlib.suppress(OSError):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -52,10 +52,11 @@ async def put_mask(request: Request, asked: Annotated[MaskOf, Query()], state: S
     """Save a mask beside its image, in place of an earlier one. The body is a gray PNG of the image's size; white counts."""
     try:
         index, row, image = await run_in_threadpool(image_to_mask, asked, state)
-        async with received(request, image.parent, "The mask", MOST_UPLOADED) as temporary:
+        async with received(request, image.parent, "The mask", MOST_UPLOADED, state.receiving) as temporary:
             found = await run_in_threadpool(take_mask, temporary, image)
-    except Refusal:
-        await read_to_end(request)
+    except Refusal as refusal:
+        if refusal.status != 408:
+            await read_to_end(request)
         raise
     return JSON({**found, **await run_in_threadpool(took_mask, index, row, image, found["file"])})
 

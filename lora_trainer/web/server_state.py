@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,9 @@ from lora_trainer.web.safety import Token
 from lora_trainer.web.tasks import TaskList
 
 
+RECEIVED_AT_ONCE = 8
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """`output` is the folder of runs, `datasets` that of the datasets that may be edited (beside it, if not set); `roots`
@@ -43,6 +47,9 @@ class ServerState:
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while runs or jobs are added
     metrics: MetricsOfRuns = field(default_factory=MetricsOfRuns)
     planner: Planner = field(default_factory=Planner)
+    receiving: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(RECEIVED_AT_ONCE)
+    )  # files that are sent
 
     @property
     def output(self) -> Path:

@@ -6,12 +6,14 @@ it was read as a caption; whatever is wrong leaves nothing behind. Bytes are kep
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import shutil
 import tempfile
 import threading
+import time
 import unicodedata
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from starlette.requests import ClientDisconnect
 
 from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.io import flush_file, flush_folder, sha256_file
+from lora_trainer.core.io import flush_file, flush_folder, remove_abandoned, sha256_file
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.images import ENDINGS_OF_FORMAT, IMAGE_ENDINGS, BrokenImageError
 from lora_trainer.data.images.jobs import Facts
@@ -43,6 +45,8 @@ from lora_trainer.web.server_state import State
 MOST_UPLOADED = 64 << 20  # bytes of one file
 SPARE_DISK = 256_000_000  # bytes that stay free
 WRITTEN_AT_ONCE = 1 << 20
+LONGEST_SECONDS = 3600.0  # for one file
+STALLED_SECONDS = 60.0  # without a byte of it
 MOST_LOOKED_AT = 200_000  # files that are looked through for masks
 LONGEST_NAME = 200  # bytes of a file's name: captions and masks have longer ones
 WRONG_IN_NAMES = re.compile(r'[<>:"|?*\\]')  # on Windows
@@ -94,10 +98,11 @@ async def put_file(request: Request, asked: Annotated[NewFile, Query()], state: 
         target = folder.joinpath(*parts_of(asked.name))
         is_caption = ending_of(target.name) in CAPTION_ENDINGS
         most = MOST_CAPTION_BYTES - 1 if is_caption else MOST_UPLOADED
-        async with received(request, folder, target.name, most) as temporary:
+        async with received(request, folder, target.name, most, state.receiving) as temporary:
             found = await run_in_threadpool(take_caption if is_caption else take_image, temporary, target, folder)
-    except Refusal:
-        await read_to_end(request)
+    except Refusal as refusal:
+        if refusal.status != 408:
+            await read_to_end(request)
         raise
     return JSON(found, 201 if found["is_new"] else 200)
 
@@ -129,21 +134,25 @@ def refuse_wrong_name(name: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def received(request: Request, folder: Path, name: str, most: int) -> AsyncIterator[Path]:
+async def received(
+    request: Request, folder: Path, name: str, most: int, receiving: asyncio.Semaphore
+) -> AsyncIterator[Path]:
     """The body of a request as a hidden file of `folder`, which is removed in the end unless it was renamed.
 
-    Raises Refusal for one of more than `most` bytes, that ends too early, or that the disk has no room for; and OSError.
+    Raises Refusal for one of more than `most` bytes, that ends too early or does not come, or that the disk has no room for;
+    and OSError.
     """
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > most:
+    if not length.isdecimal() or int(length) > most:
         raise too_large(name, most)
-    refuse_full_disk(folder, int(length))
-    descriptor, temporary = tempfile.mkstemp(prefix=".upload.", suffix=".part", dir=folder)
-    try:
-        with open(descriptor, "wb") as file:
-            size, waiting = 0, bytearray()
-            try:
-                async for part in request.stream():
+    async with receiving:
+        await run_in_threadpool(remove_abandoned, folder, 2 * LONGEST_SECONDS)  # of a server that was killed
+        refuse_full_disk(folder, int(length))
+        descriptor, temporary = tempfile.mkstemp(prefix=".upload.", suffix=".part", dir=folder)
+        try:
+            with open(descriptor, "wb") as file:
+                size, waiting = 0, bytearray()
+                async for part in body_of(request, LONGEST_SECONDS):
                     size += len(part)
                     if size > most:
                         raise too_large(name, most)
@@ -152,13 +161,27 @@ async def received(request: Request, folder: Path, name: str, most: int) -> Asyn
                         refuse_full_disk(folder, len(waiting))
                         await run_in_threadpool(file.write, bytes(waiting))
                         waiting.clear()
-            except ClientDisconnect:
-                raise Refusal(400, Problem("The file was not sent to its end.", "Send it again.")) from None
-            file.write(waiting)
-        yield Path(temporary)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+                file.write(waiting)
+            yield Path(temporary)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+async def body_of(request: Request, seconds: float) -> AsyncIterator[bytes]:
+    """The parts of a body as they come. Raises Refusal where the sender leaves, stalls, or takes longer than `seconds`."""
+    parts, end = aiter(request.stream()), time.monotonic() + seconds
+    while True:
+        try:
+            async with asyncio.timeout(min(STALLED_SECONDS, end - time.monotonic())):
+                part = await anext(parts, None)
+        except TimeoutError:
+            raise Refusal(408, Problem("The file did not come in time.", "Send it again.")) from None
+        except ClientDisconnect:
+            raise Refusal(400, Problem("The file was not sent to its end.", "Send it again.")) from None
+        if part is None:
+            return
+        yield part
 
 
 def too_large(name: str, most: int) -> Refusal:
@@ -176,10 +199,11 @@ def refuse_full_disk(folder: Path, size: int) -> None:
 async def read_to_end(request: Request) -> None:
     """Read what is left of a body that was refused, within limits: a browser that still sends would not see the answer."""
     left = MOST_UPLOADED
-    if request.headers.get("content-length", "").isdigit() and int(request.headers["content-length"]) > left:
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > left:
         return
-    with contextlib.suppress(ClientDisconnect, RuntimeError):
-        async for part in request.stream():
+    with contextlib.suppress(Refusal, RuntimeError):
+        async for part in body_of(request, STALLED_SECONDS):
             left -= len(part)
             if left < 0:
                 return

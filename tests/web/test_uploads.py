@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
@@ -11,10 +12,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.core import io as core_io
@@ -25,7 +28,7 @@ from lora_trainer.web import dataset_index, uploads
 from lora_trainer.web.dataset_reader import write_index
 from lora_trainer.web.safety import token_of
 from tests.conftest import needs_links
-from tests.web.site import ADDRESS, problems_of, site
+from tests.web.site import ADDRESS, app_of, problems_of, site
 
 OURS = {"origin": ADDRESS, "sec-fetch-site": "same-origin"}
 
@@ -310,6 +313,41 @@ def test_a_body_without_length_is_bounded(client: TestClient, own: Path, monkeyp
     assert put(client, own, "a.txt", b"x" * (1 << 20), "text/plain").status_code == 413
     assert files(own) == before
     assert put(client, own, "a.png", iter([PNG[:100], PNG[100:]])).status_code == 201
+
+
+def test_a_file_that_does_not_come_is_let_go(client: TestClient, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "STALLED_SECONDS", 0.05)
+    before, answers, parts = (
+        files(own),
+        list[Message](),
+        [{"type": "http.request", "body": PNG[:50], "more_body": True}],
+    )
+
+    async def receive() -> Message:
+        while not parts:
+            await asyncio.sleep(1.0)
+        return parts.pop()
+
+    async def send(message: Message) -> None:
+        answers.append(message)
+
+    sent = {"host": "localhost", "content-type": "image/png", "content-length": str(len(PNG)), **OURS}
+    query = urlencode({"path": str(own), "name": "a.png"}).encode()
+    headers = [(name.encode(), value.encode()) for name, value in {**sent, "origin": "http://localhost"}.items()]
+    scope = {"type": "http", "method": "PUT", "path": "/api/datasets/file", "query_string": query, "headers": headers}
+    asyncio.run(app_of(client)({**scope, "server": ("localhost", 80), "scheme": "http"}, receive, send))
+    assert answers[0]["status"] == 408
+    assert files(own) == before
+
+
+def test_what_a_killed_server_left_is_removed(client: TestClient, own: Path) -> None:
+    left, new = own / ".upload.abcd1234.part", own / ".upload.efgh5678.part"
+    for path in (left, new):
+        path.write_bytes(PNG[:100])
+    os.utime(left, (0, 0))
+    assert put(client, own, "a.png", PNG).status_code == 201
+    assert not left.exists()
+    assert new.exists()  # another server may be writing it
 
 
 def test_a_full_disk_leaves_nothing(client: TestClient, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
