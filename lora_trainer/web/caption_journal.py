@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lora_trainer.core.bounded import TextError, read_bounded
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.io import flush_folder, rename_over
+from lora_trainer.core.io import flush_folder, remove_abandoned, rename_over
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 from lora_trainer.web.safety import Refusal
 
@@ -26,6 +26,7 @@ MOST_BYTES = 256_000_000  # of all steps' texts
 MOST_NAMED = 5  # images of a conflict
 FLUSHED_ONE_BY_ONE = 64
 NEW_FILE = 0o644
+OLD_SECONDS = 7200.0  # no change takes so long
 TABLES = """
 CREATE TABLE IF NOT EXISTS steps (id INTEGER PRIMARY KEY, title TEXT, at REAL, bytes INTEGER, is_undone INTEGER);
 CREATE TABLE IF NOT EXISTS changes (step INTEGER, image TEXT, file BLOB, before BLOB, after BLOB);
@@ -62,18 +63,23 @@ def bytes_of(path: Path) -> bytes | None:
 
 
 def write_captions(root: Path, changes: Sequence[CaptionChange]) -> None:
-    """Write the files, none where one cannot be. Raises OSError, and Refusal for a place outside of `root`."""
+    """Write the files, none where one cannot be.
+
+    Raises OSError, and Refusal for a place outside of `root`, or a caption that somebody else writes at the same time.
+    """
     real = os.path.realpath(root)
-    folders = {each.file.parent for each in changes}
+    folders, are_many = {each.file.parent for each in changes}, len(changes) > FLUSHED_ONE_BY_ONE
     for folder in folders:
         if not Path(os.path.realpath(folder)).is_relative_to(real):
             raise Refusal(403, Problem(f"{folder} leads out of the dataset.", "Make a copy of the dataset."))
     staged: list[tuple[str, CaptionChange]] = []
     try:
+        for folder in folders if are_many else ():
+            remove_abandoned(folder, OLD_SECONDS)  # of a server that was killed while it wrote
         for each in (each for each in changes if each.after is not None):
-            temporary = written_beside(each, is_flushed=len(changes) <= FLUSHED_ONE_BY_ONE)
+            temporary = written_beside(each, is_flushed=not are_many)
             staged.append((temporary, each))
-        if len(changes) > FLUSHED_ONE_BY_ONE and hasattr(os, "sync"):
+        if are_many and hasattr(os, "sync"):
             os.sync()
         put_in_place(staged, [each for each in changes if each.after is None])
         for folder in folders:
@@ -85,22 +91,40 @@ def write_captions(root: Path, changes: Sequence[CaptionChange]) -> None:
 
 
 def put_in_place(staged: list[tuple[str, CaptionChange]], removed: Sequence[CaptionChange]) -> None:
-    """Rename what was written over the captions, and remove others; back where one of many cannot be. Raises OSError."""
+    """Rename what was written over the captions, and remove others; back where one of many cannot be.
+
+    Each is looked at once more just before: to write many takes a while. Raises OSError and Refusal.
+    """
     done: list[CaptionChange] = []
     try:
         while staged:
+            refuse_changed([staged[-1][1]])
             rename_over(Path(staged[-1][0]), staged[-1][1].file)
             done.append(staged.pop()[1])
         for each in removed:
+            refuse_changed([each])
             each.file.unlink(missing_ok=True)
             done.append(each)
-    except OSError:
-        for each in done:
+    except BaseException:
+        for each in filter(is_written, done):
             if each.before is None:
                 each.file.unlink(missing_ok=True)
-            else:
-                rename_over(Path(written_beside(replace(each, after=each.before), is_flushed=True)), each.file)
+                continue
+            back = replace(each, after=each.before)
+            temporary = Path(written_beside(back, is_flushed=len(done) <= FLUSHED_ONE_BY_ONE))
+            try:
+                rename_over(temporary, each.file)
+            finally:
+                temporary.unlink(missing_ok=True)
         raise
+
+
+def is_written(change: CaptionChange) -> bool:
+    """Whether a caption on the disk is what a change makes of it."""
+    try:
+        return bytes_of(change.file) == change.after
+    except Refusal:
+        return False
 
 
 def written_beside(change: CaptionChange, *, is_flushed: bool) -> str:
@@ -160,9 +184,12 @@ class CaptionJournal:
         try:
             write_captions(self.root, changes)
         except BaseException:
-            with self._open() as journal:
-                journal.execute("DELETE FROM changes WHERE step = ?", (number,))
-                journal.execute("DELETE FROM steps WHERE id = ?", (number,))
+            if not any(
+                map(is_written, changes)
+            ):  # else what cannot be put back, as on a disk that fails, is in the journal
+                with self._open() as journal:
+                    journal.execute("DELETE FROM changes WHERE step = ?", (number,))
+                    journal.execute("DELETE FROM steps WHERE id = ?", (number,))
             raise
 
     def next(self, *, undone: bool) -> Step | None:

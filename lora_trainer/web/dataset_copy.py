@@ -21,7 +21,7 @@ import tomli_w
 
 from lora_trainer.batch.folders import SETTINGS_FILE, THE_BATCH_DECIDES, folder_values
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, UserError
-from lora_trainer.core.io import write_text
+from lora_trainer.core.io import remove_abandoned, write_text
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.sources.folder import KOHYA_FOLDER, MASK_LABEL
@@ -29,6 +29,7 @@ from lora_trainer.run.inputs import data_in_use
 from lora_trainer.web.dataset_reader import DatasetReading, read_samples
 
 SAY_SECONDS = 0.5
+A_WEEK = 604_800.0
 STOPPED = 143
 
 
@@ -40,6 +41,7 @@ def copy_dataset(path: str, target: Path, roots: Sequence[Path]) -> dict[str, An
         if not samples:
             raise UsageError(Problem("The dataset has no image that can be copied.", "Check it first."))
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target.parent, A_WEEK)  # of copies that were killed
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
             whole = Path(scratch) / "copy"
             controls = Path(scratch) / "controls"
@@ -56,9 +58,11 @@ def copy_dataset(path: str, target: Path, roots: Sequence[Path]) -> dict[str, An
                     values.get(section, {}).pop(key, None)
                 if any(values.values()):
                     write_text(whole / SETTINGS_FILE, tomli_w.dumps({name: of for name, of in values.items() if of}))
-            os.rename(whole, target)  # not over a dataset that came meanwhile
-            for place in sorted(controls.glob("*")):
-                os.rename(place, target.with_name(f"{target.name}-{place.name}"))
+            places = {place: target.with_name(f"{target.name}-{place.name}") for place in sorted(controls.glob("*"))}
+            if taken := next((each for each in (target, *places.values()) if os.path.lexists(each)), None):
+                raise UsageError(Problem(f"There is a dataset {taken.name} already.", "Choose another name."))
+            for place, end in {whole: target, **places}.items():
+                os.rename(place, end)
     document: dict[str, Any] = {"path": str(target), "images": len(samples), "captions": writer.captions}
     return {**document, "masks": writer.masks, "controls": writer.controls_written}
 

@@ -506,10 +506,11 @@ class DatasetIndexes:
             if key not in self._open:
                 self._open[key] = DatasetIndex(path, roots, self.folder / name_of_index(path, roots))
             self._open.move_to_end(key)
-            while len(self._open) > MOST_OPEN:
-                _, oldest = self._open.popitem(last=False)
-                with oldest.lock:
-                    oldest.close()
+            for oldest, index in list(self._open.items())[:-MOST_OPEN]:
+                if index.lock.acquire(blocking=False):  # else it is in use, maybe for long
+                    index.close()
+                    index.lock.release()
+                    del self._open[oldest]
             return self._open[key]
 
     def journal(self, path: Path) -> CaptionJournal:

@@ -275,11 +275,12 @@ def read_again(sent: Named, state: State) -> Response:
 @router.post("/copy", status_code=202)
 def copy_dataset(sent: NewCopy, state: State) -> Response:
     """Copy a dataset as plain files that may be edited, images in shards too; a task."""
-    path, target = readable(sent.path, state), new_place(sent.name, state)
-    arguments = [str(path), str(target), *map(str, state.roots)]
-    about = {"dataset": str(path), "target": str(target), "name": sent.name}
-    module = "lora_trainer.web.dataset_copy"
-    return JSON(state.tasks.start(COPIED, f"Copy of {path.name}", arguments, about, module=module), 202)
+    path, module = readable(sent.path, state), "lora_trainer.web.dataset_copy"
+    with state.changing:
+        target = new_place(sent.name, state)
+        arguments = [str(path), str(target), *map(str, state.roots)]
+        about = {"dataset": str(path), "target": str(target), "name": target.name}
+        return JSON(state.tasks.start(COPIED, f"Copy of {path.name}", arguments, about, module=module), 202)
 
 
 @router.post("/check", status_code=202)
@@ -299,11 +300,14 @@ def check_dataset_of(sent: Check, state: State) -> Response:
 @router.post("/clean", status_code=202)
 def clean_dataset(sent: NewCopy, state: State) -> Response:
     """`check --clean-copy` as a task: what can be fixed is fixed in a copy that may be edited."""
-    path, target = readable(sent.path, state), new_place(sent.name, state)
+    path = readable(sent.path, state)
+    new_place(sent.name, state)
     refuse_links(path, state)
-    arguments = ["check", str(path), "--json", "--offline", "--clean-copy", str(target)]
-    about = {"dataset": str(path), "target": str(target), "name": sent.name}
-    return JSON(state.tasks.start(CLEANED, f"Cleaned copy of {path.name}", arguments, about), 202)
+    with state.changing:
+        target = new_place(sent.name, state)
+        arguments = ["check", str(path), "--json", "--offline", "--clean-copy", str(target)]
+        about = {"dataset": str(path), "target": str(target), "name": target.name}
+        return JSON(state.tasks.start(CLEANED, f"Cleaned copy of {path.name}", arguments, about), 202)
 
 
 @router.post("/caption", status_code=202)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,6 +43,9 @@ MOST_ROWS, MOST_NAMES = 500, 200_000
 MOST_COUNTED = 20_000  # entries of one folder in the list of datasets
 MOST_WHOLE = 256_000_000  # bytes of an image of a shard
 A_YEAR = 31_536_000
+LONGEST_NAME = 200  # bytes of a file's name: captions and masks have longer ones
+WRONG_IN_NAMES = re.compile(r'[<>:"|?*\\]')  # on Windows
+RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # there, too
 CHECKED, COPIED, CLEANED, CAPTIONED = "check", "copy", "clean", "caption"  # kinds of tasks
 
 router = APIRouter(prefix="/api/datasets", default_response_class=JSON)
@@ -114,10 +119,24 @@ def is_editable(path: Path, state: ServerState) -> bool:
         return False
 
 
+def refuse_wrong_name(name: str) -> str:
+    """The name of a file or folder in its usual form. Raises Refusal for one that some system cannot have, or that hides."""
+    name = unicodedata.normalize("NFC", name)
+    wrong = not name or name.startswith(".") or name.endswith((".", " ")) or not name.isprintable()
+    if wrong or WRONG_IN_NAMES.search(name) or RESERVED.fullmatch(name):
+        shown = name.encode("unicode_escape").decode()[:200]
+        fix = 'Use letters, digits, spaces, points, hyphens; no point in front, none of < > : " | ? * \\ and no name of a device.'
+        raise Refusal(422, Problem(f"{shown or 'Nothing'} is not a name that every system can have.", fix))
+    if len(name.encode()) > LONGEST_NAME:
+        raise Refusal(422, Problem(f"{name[:60]}… is too long a name.", f"Use at most {LONGEST_NAME} bytes."))
+    return name
+
+
 def new_place(name: str, state: ServerState) -> Path:
-    """Where a new dataset of this name will be. Raises Refusal where one is."""
-    place = state.datasets / name
-    if os.path.lexists(place):
+    """Where a new dataset of this name will be. Raises Refusal where one is, or will be once a task has ended."""
+    place = state.datasets / refuse_wrong_name(name)
+    running = (row for row in state.tasks.rows() if row["status"] == "running")
+    if os.path.lexists(place) or any(row["about"].get("target") == str(place) for row in running):
         raise Refusal(409, Problem(f"There is a dataset {name} already.", "Choose another name."))
     return place
 

@@ -87,7 +87,11 @@ def start_sheet(asked: AskedSheet, state: ServerState) -> dict[str, Any]:
     with state.changing:
         folder = new_folder(state)
         about = {"lora": row["id"], "name": row["name"], "sheet": folder.name}
-        task = state.tasks.start(KIND, f"sample {row['name']}", [*arguments, f"--output={folder}"], about)
+        try:
+            task = state.tasks.start(KIND, f"sample {row['name']}", [*arguments, f"--output={folder}"], about)
+        except BaseException:  # too many tasks run, or the disk is full
+            folder.rmdir()
+            raise
         kept = asked.model_dump() | {"prompts": prompts, "strengths": strengths, "seeds": seeds, "model": model}
         stem = Path(row["path"]).stem
         kept |= {"name": row["name"], "grid": f"{stem}_before_after", "created": time.time(), "task": task["id"]}

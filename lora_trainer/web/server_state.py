@@ -24,7 +24,6 @@ from lora_trainer.web.run_rows import RunRows
 from lora_trainer.web.safety import Token
 from lora_trainer.web.tasks import TaskList
 
-
 RECEIVED_AT_ONCE = 8
 
 

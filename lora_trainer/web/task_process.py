@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,21 @@ DOCUMENT, LOG, END = "document.json", "log.txt", "end.json"
 def run(folder: Path, module: str, arguments: Sequence[str]) -> None:
     """Run the command, `lora_trainer` or another module; its standard output is the document, its standard error the log."""
     with open(folder / DOCUMENT, "wb") as document, open(folder / LOG, "wb") as log:
+        started: list[subprocess.Popen[bytes]] = []
+        is_stopped = threading.Event()
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            is_stopped.set()
+            for each in started:
+                each.terminate()
+
+        signal.signal(signal.SIGTERM, stop)  # first: a command that has just begun must not stay behind
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=document, stderr=log
         )
-
-        def stop(number: int, frame: FrameType | None) -> None:
+        started.append(process)
+        if is_stopped.is_set():
             process.terminate()
-
-        signal.signal(signal.SIGTERM, stop)
         code = process.wait()
     # A signal that ended it counts as in a shell.
     write_json(folder / END, {"exit_code": code if code >= 0 else 128 - code, "ended": time.time()})

@@ -80,7 +80,7 @@ class TaskList:
                 raise Refusal(409, Problem(f"{MOST_RUNNING} tasks run already.", fix))
             for row in rows[MOST_KEPT - 1 :]:
                 self._remove(row)
-            number = 1 + max((int(row["id"]) for row in rows), default=0)
+            number = 1 + max(map(int, self._names()), default=0)
             place = self.folder / str(number)
             place.mkdir(parents=True)
             process = subprocess.Popen(
@@ -94,7 +94,11 @@ class TaskList:
             self._own[process.pid] = process
             created, now = process_start(process.pid) or time.time(), time.time()
             task = StartedTask(str(number), kind, title, tuple(arguments), about or {}, process.pid, created, now)
-            write_json(place / TASK, asdict(task))
+            try:
+                write_json(place / TASK, asdict(task))
+            except OSError:  # a full disk: a task that nobody sees must not run
+                process.terminate()
+                raise
             return self._row(task)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -149,14 +153,16 @@ class TaskList:
         with self._lock:
             self._remove(row)
 
+    def _names(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return sorted((each for each in os.listdir(self.folder) if each.isdecimal()), key=int, reverse=True)
+        return []
+
     def _rows(self) -> list[dict[str, Any]]:
         found = []
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted((each for each in os.listdir(self.folder) if each.isdigit()), key=int, reverse=True):
-                with contextlib.suppress(OSError, ValueError, TypeError):  # it is being made, or deleted
-                    found.append(
-                        self._ended.get(name) or self._row(StartedTask(**read_json(self.folder / name / TASK)))
-                    )
+        for name in self._names():
+            with contextlib.suppress(OSError, ValueError, TypeError):  # its start was not whole
+                found.append(self._ended.get(name) or self._row(StartedTask(**read_json(self.folder / name / TASK))))
         for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
             del self._own[pid]  # and no zombie stays
         return found

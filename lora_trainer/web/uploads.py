@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 import threading
 import time
-import unicodedata
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +35,15 @@ from lora_trainer.data.sources.folder import FOREIGN_IMAGES, ending_of, is_image
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 from lora_trainer.web.caption_edits import refuse_wrong_text
 from lora_trainer.web.dataset_work import NAME
-from lora_trainer.web.datasets import Named, counted_images, editable, new_place, readable
+from lora_trainer.web.datasets import (
+    LONGEST_NAME,
+    Named,
+    counted_images,
+    editable,
+    new_place,
+    readable,
+    refuse_wrong_name,
+)
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.served_files import MOST_PIXELS, decoding
 from lora_trainer.web.server_state import State
@@ -48,9 +54,6 @@ WRITTEN_AT_ONCE = 1 << 20
 LONGEST_SECONDS = 3600.0  # for one file
 STALLED_SECONDS = 60.0  # without a byte of it
 MOST_LOOKED_AT = 200_000  # files that are looked through for masks
-LONGEST_NAME = 200  # bytes of a file's name: captions and masks have longer ones
-WRONG_IN_NAMES = re.compile(r'[<>:"|?*\\]')  # on Windows
-RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # there, too
 placing = threading.Lock()  # held while a file gets its name
 
 router = APIRouter(prefix="/api/datasets", default_response_class=JSON)
@@ -72,7 +75,7 @@ class NewFile(Named):
 @router.post("/new", status_code=201)
 def new_dataset(sent: NewDataset, state: State) -> Response:
     """Make an empty dataset that may be edited; its files are sent to it."""
-    place = new_place(refuse_wrong_name(sent.name), state)
+    place = new_place(sent.name, state)
     place.mkdir(parents=True)
     return JSON({"path": str(place), "name": place.name}, 201)
 
@@ -118,19 +121,6 @@ def parts_of(name: str) -> list[str]:
         fix = "Convert it to PNG or JPEG." if ending in FOREIGN_IMAGES else f"What is read: {read}."
         raise Refusal(422, Problem(f"{parts[-1][:200]} is neither an image nor a caption.", fix))
     return parts
-
-
-def refuse_wrong_name(name: str) -> str:
-    """The name of a file or folder in its usual form. Raises Refusal for one that some system cannot have, or that hides."""
-    name = unicodedata.normalize("NFC", name)
-    wrong = not name or name.startswith(".") or name.endswith((".", " ")) or not name.isprintable()
-    if wrong or WRONG_IN_NAMES.search(name) or RESERVED.fullmatch(name):
-        shown = name.encode("unicode_escape").decode()[:200]
-        fix = 'Use letters, digits, spaces, points, hyphens; no point in front, none of < > : " | ? * \\ and no name of a device.'
-        raise Refusal(422, Problem(f"{shown or 'Nothing'} is not a name that every system can have.", fix))
-    if len(name.encode()) > LONGEST_NAME:
-        raise Refusal(422, Problem(f"{name[:60]}… is too long a name.", f"Use at most {LONGEST_NAME} bytes."))
-    return name
 
 
 @contextlib.asynccontextmanager

@@ -314,6 +314,47 @@ def test_a_full_disk_leaves_the_captions_whole(client: TestClient, own: Path, mo
     assert images_of(client, own)["undo"] is None
 
 
+def test_a_caption_that_another_program_saves_meanwhile_is_not_overwritten(
+    client: TestClient, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captions_of(client, own)
+    real = caption_journal.written_beside
+
+    def late(change: caption_journal.CaptionChange, **more: Any) -> str:
+        if change.image == "a.png":
+            change.file.write_text("theirs", encoding="utf-8")
+        return real(change, **more)
+
+    monkeypatch.setattr(caption_journal, "written_beside", late)
+    answer = save(client, own, a=("sks, cat, red", "one"), b=("dog", "two"))
+    assert answer.status_code == 409
+    monkeypatch.undo()
+    assert (own / "a.txt").read_text(encoding="utf-8") == "theirs"
+    assert (own / "b.txt").read_text(encoding="utf-8") == "dog"
+    assert images_of(client, own)["undo"] is None
+
+
+def test_what_cannot_be_put_back_stays_in_the_journal(
+    client: TestClient, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captions_of(client, own)
+    real, calls = caption_journal.rename_over, []
+
+    def broken(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(caption_journal, "rename_over", broken)
+    assert save(client, own, a=("sks, cat, red", "one"), b=("dog", "two")).status_code == 500
+    monkeypatch.undo()
+    assert (own / "b.txt").read_text(encoding="utf-8") == "two\n"
+    assert client.post("/api/datasets/undo", json={"path": str(own)}).status_code == 200
+    assert (own / "b.txt").read_text(encoding="utf-8") == "dog"
+    assert not list(own.glob(".*"))
+
+
 def test_a_folder_that_changes_is_read_again(client: TestClient, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert images_of(client, own)["count"] == 4
     monkeypatch.setattr(dataset_index, "LOOKED_SECONDS", 0.0)

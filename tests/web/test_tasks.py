@@ -88,3 +88,11 @@ def test_only_tasks_are_answered(client: TestClient, name: str) -> None:
     ):
         assert answer.status_code in (404, 405)
         assert problems_of(answer.json())
+
+
+def test_a_start_that_was_not_whole_hinders_no_other(client: TestClient) -> None:
+    tasks = tasks_of(client)
+    (tasks.folder / "4").mkdir(parents=True)  # the server was killed while it began it
+    row = tasks.start("presets", "Presets", ["presets"])
+    assert row["id"] == "5"
+    assert ended(client, row["id"])["status"] == "done"
