@@ -407,6 +407,14 @@ def test_old_sheets_are_removed(
     assert client.get("/api/loras").status_code == 200
 
 
+def test_a_sheet_that_was_not_started_leaves_nothing(
+    client: TestClient, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.web.tasks.MOST_RUNNING", 0)
+    assert sheet(client, files["a"]).status_code == 409
+    assert client.get("/api/loras/sheets").json() == {"sheets": []}
+
+
 def test_a_sheet_needs_a_base_model_that_may_be_read(
     client: TestClient, output: Path, files: dict[str, str], started: list[Any]
 ) -> None:

@@ -68,17 +68,17 @@ export function EditDialog({ kind, whom, version, edit, onClose, onDone }) {
   }, [key, version]);
   const apply = (event) => {
     event.preventDefault();
-    if (document) action.act(async () => onDone((await edit(document)).changed));
+    if (document && !action.busy) action.act(async () => onDone((await edit(document)).changed));
   };
   const { found } = preview;
-  return html`<${Dialog} title=${title} onClose=${onClose}><form onSubmit=${apply}>
+  return html`<${Dialog} title=${title} onClose=${onClose} isBusy=${action.busy}><form onSubmit=${apply}>
     <p class="about">${about} Captions of: ${whom}.</p>
     ${Object.entries(fields).map(([name, label]) => html`<${Field} key=${name} label=${label}>${(id) => html`<input id=${id} autocomplete="off" spellcheck=${false} value=${values[name]} onInput=${(event) => set({ ...values, [name]: event.target.value })} />`}<//>`)}
     ${Object.entries(switches).map(([name, label]) => html`<label class="row" key=${name}><input type="checkbox" checked=${values[name]} onChange=${(event) => set({ ...values, [name]: event.target.checked })} /> ${label}</label>`)}
     <div aria-live="polite"><${Problems} problems=${preview.problems} />
       ${found && html`<p><b>${found.count ? `Changes ${whole(found.count)} ${found.count === 1 ? "caption" : "captions"}.` : "Changes no caption."}</b></p>
         ${found.examples.map((each) => html`<div class="example" key=${each.name}><span class="note">${each.name}</span><del>${each.before || "(empty)"}</del><ins>${each.after || "(empty)"}</ins></div>`)}`}</div>
-    <div class="row actions"><button class="button main" disabled=${!found?.count || action.busy}>${action.busy ? "Changing …" : "Change"}</button><${Button} onClick=${onClose}>Cancel<//></div>
+    <div class="row actions"><button class="button main" disabled=${!found?.count || action.busy}>${action.busy ? "Changing …" : "Change"}</button><${Button} disabled=${action.busy} onClick=${onClose}>Cancel<//></div>
     <${Result} action=${action} /></form><//>`;
 }
 

@@ -62,7 +62,17 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
   const write = (caption, before = null) => (waiting.current = waiting.current.then(() => writeNow(caption, before ?? stored.current)));
   const save = () => (isEditable ? write(text) : true);
   handle.current = { save };
-  useEffect(() => () => void (handle.current = null), []);
+  const newest = useRef(null);
+  newest.current = { save, isTyped: isEditable && text !== base };
+  useEffect(() => {
+    const stay = (event) => newest.current.isTyped && event.preventDefault();
+    window.addEventListener("beforeunload", stay);
+    return () => {
+      window.removeEventListener("beforeunload", stay);
+      newest.current.save(); // also when the browser goes back in its history
+      handle.current = null;
+    };
+  }, []);
   const change = (caption) => {
     setText(caption);
     write(caption);
@@ -83,7 +93,8 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
     requestAnimationFrame(() => document.querySelector(`.image-grid [data-index="${opened.index}"]`)?.focus());
   };
   const press = (event) => {
-    if (event.key === "Escape" && !event.target.closest("dialog")) {
+    if (event.key === "Escape") {
+      event.preventDefault(); // a dialog around it would close without saving
       close();
     } else if ((event.ctrlKey || event.metaKey) && event.key === "Enter") {
       event.preventDefault();

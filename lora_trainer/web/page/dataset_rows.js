@@ -26,12 +26,18 @@ export function useRows(path, asked) {
   const query = queryOf(path, asked);
   const store = useRef(null);
   if (store.current?.query !== query) {
-    store.current = { query, pages: new Map(), waiting: new Set(), range: [0, PAGE], version: null, before: store.current?.pages ?? null };
+    const last = store.current;
+    store.current = { query, pages: new Map(), waiting: new Map(), range: [0, PAGE], version: null, before: last?.pages.size ? last.pages : (last?.before ?? null) };
   }
-  const load = useCallback(async (page, limit = PAGE) => {
+  // A page that is on its way is not asked for twice: who needs it waits for the same answer.
+  const load = useCallback((page, limit = PAGE) => {
+    const { waiting } = store.current;
+    if (!limit) return fetchPage(page, limit);
+    if (!waiting.has(page)) waiting.set(page, fetchPage(page, limit));
+    return waiting.get(page);
+  }, []);
+  const fetchPage = useCallback(async (page, limit) => {
     const own = store.current;
-    if (limit && own.waiting.has(page)) return;
-    if (limit) own.waiting.add(page);
     try {
       const found = await get(`/datasets/images?${own.query}&offset=${page * PAGE}&limit=${limit}`);
       if (store.current !== own) return;
@@ -50,14 +56,14 @@ export function useRows(path, asked) {
       const { rows, ...rest } = found;
       set({ document: rest, reading: found.reading, problems: [] });
       if (isNew) {
-        own.waiting.delete(page);
+        if (limit) own.waiting.delete(page);
         await need(...own.range);
       }
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (store.current === own) set((before) => ({ ...before, reading: null, problems: error.problems }));
     } finally {
-      own.waiting.delete(page);
+      if (limit) own.waiting.delete(page);
       again((number) => number + 1);
     }
   }, []);
@@ -73,7 +79,13 @@ export function useRows(path, asked) {
   useEffect(() => void load(0), [query]);
   const isReading = state.reading !== null;
   useEffect(() => {
-    const timer = setInterval(() => !document.hidden && load(0, state.document ? 0 : PAGE), isReading ? READING_MS : POLL_MS);
+    let isAsked = false; // one at a time: the server answers late while it changes many captions
+    const ask = async () => {
+      if (document.hidden || isAsked) return;
+      isAsked = true;
+      await load(0, state.document ? 0 : PAGE).finally(() => (isAsked = false));
+    };
+    const timer = setInterval(ask, isReading ? READING_MS : POLL_MS);
     return () => clearInterval(timer);
   }, [isReading, state.document === null, query]);
   const reload = useCallback(() => load(0, 0), []);

@@ -100,7 +100,7 @@ function Dataset({ path }) {
   };
   const grid = useRef(null);
   const goInJournal = (way) =>
-    action.act(async () => {
+    !action.busy && action.act(async () => {
       if (!(await (editor.current?.save() ?? true))) return undefined;
       const { title, changed } = await post(`/datasets/${way}`, { path });
       await rows.reload();
@@ -148,7 +148,7 @@ function Dataset({ path }) {
     const body = { path, edit: document, ...chosen, family: size.family || null, resolution: sizes.resolution, ...more };
     return post("/datasets/edit", body);
   };
-  const applyEdit = (document) => action.act(async () => {
+  const applyEdit = (document) => !action.busy && action.act(async () => {
     const { changed } = await edit(document);
     await rows.reload();
     return `${whole(changed)} ${changed === 1 ? "caption" : "captions"} changed`;

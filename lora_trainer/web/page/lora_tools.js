@@ -3,7 +3,7 @@
 import { get, post } from "./api.js";
 import { PathField } from "./settings_form.js";
 import { TaskState, forget } from "./task.js";
-import { Button, Dialog, Field, Result, bytes, html, shown, typedNumber, useAction, useEffect, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Field, Result, bytes, html, shown, typedNumber, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
 
 const TITLES = { convert: "Convert", resize: "Resize", merge: "Merge", average: "Average", extract: "Extract a LoRA from a model" };
 const MOST_SHOWN = 4;
@@ -88,11 +88,9 @@ function Weight({ name, text, onChange }) {
 
 // The newest tasks of the tools: those that run, and the results of a day. With `lora` those of this file alone.
 export function ToolTasks({ lora }) {
-  const [tasks, set] = useState([]);
-  const load = () => get("/tasks?kind=lora-tool").then((found) => set(found.tasks), () => {});
-  useEffect(() => void load(), []);
+  const [found, load] = useDocument("/tasks?kind=lora-tool");
   useLive((message) => (message.reconnected || message.task?.kind === "lora-tool") && load());
-  const recent = tasks
+  const recent = (found?.tasks ?? [])
     .filter((task) => task.status === "running" || Date.now() / 1000 - task.ended < A_DAY)
     .filter((task) => !lora || task.about.loras.includes(lora) || task.about.lora === lora)
     .slice(0, MOST_SHOWN);

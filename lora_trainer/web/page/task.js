@@ -1,17 +1,20 @@
 // A command that the server runs: started, followed while it runs, and its result.
 
 import { get, post, remove } from "./api.js";
-import { Button, Problems, Result, Status, duration, html, useAction, useCallback, useEffect, useLive, useState } from "./ui.js";
+import { Button, Problems, Result, Status, duration, html, useAction, useCallback, useEffect, useLive, useRef, useState } from "./ui.js";
 
 // The newest task, with `document` and `log` once it has ended. `find` is what it was started for: {kind, about}.
 export function useTask(find) {
   const [task, set] = useState(null);
   const key = JSON.stringify(find);
   const isIt = (row) => row.kind === find.kind && Object.entries(find.about ?? {}).every(([name, value]) => row.about[name] === value);
+  const newest = useRef(0);
   const load = useCallback(async () => {
+    const number = ++newest.current;
     const { tasks } = await get(`/tasks?kind=${encodeURIComponent(find.kind)}`);
-    const newest = tasks.find(isIt);
-    set(newest ? await get(`/tasks/${newest.id}`) : null);
+    const row = tasks.find(isIt);
+    const found = row ? await get(`/tasks/${row.id}`) : null;
+    if (number === newest.current) set(found); // an earlier answer may come last
   }, [key]);
   useEffect(() => void load().catch(() => {}), [load]);
   useLive((message) => {

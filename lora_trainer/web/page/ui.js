@@ -120,9 +120,22 @@ export function Problems({ problems, title }) {
 
 export function Result({ action }) {
   return html`<div aria-live="polite">
+    ${action.busy && html`<${Working} />`}
     <${Problems} problems=${action.problems} />
     ${action.message && html`<p class="done">${action.message}</p>`}
   </div>`;
+}
+
+// Shown only for what takes long, such as an edit of 100,000 captions.
+const LONG_MS = 1000;
+
+function Working() {
+  const [isLong, set] = useState(false);
+  useEffect(() => {
+    const timer = setTimeout(() => set(true), LONG_MS);
+    return () => clearTimeout(timer);
+  }, []);
+  return isLong ? html`<p class="note">The server works on it …</p>` : null;
 }
 
 export function Button({ kind = "", busy = false, children, ...more }) {
@@ -205,7 +218,8 @@ export function Field({ label, about, problems = [], children }) {
   </div>`;
 }
 
-export function Dialog({ title, onClose, children }) {
+// While it is busy the Escape key does not close it.
+export function Dialog({ title, onClose, isBusy = false, children }) {
   const place = useRef(null);
   useEffect(() => {
     const opener = document.activeElement;
@@ -213,7 +227,7 @@ export function Dialog({ title, onClose, children }) {
     // Once the dialog is gone: before, nothing else can have the focus.
     return () => setTimeout(() => document.activeElement === document.body && opener?.focus());
   }, []);
-  return html`<dialog ref=${place} aria-label=${title} onClose=${onClose}><h2>${title}</h2>${children}</dialog>`;
+  return html`<dialog ref=${place} aria-label=${title} onClose=${onClose} onCancel=${(event) => isBusy && event.preventDefault()}><h2>${title}</h2>${children}</dialog>`;
 }
 
 export function FileList({ files }) {

@@ -72,6 +72,7 @@ async function send(file) {
   if (endingOf(file.name) === ".zip") {
     const { membersOf } = await import("./unzip.js");
     const members = (await membersOf(await file.open())).filter(({ name }) => !name.split("/").some(isHidden) && TAKEN.includes(endingOf(name)));
+    if (file.state !== "sending") return; // cancelled
     file.state = "done";
     file.note = `${whole(members.length)} files in it`;
     addFiles(file.path, members.filter(({ name }) => endingOf(name) !== ".zip").map((each) => ({ ...each, name: lastFolder(each.name) })));
@@ -108,15 +109,17 @@ function put(file, body) {
   });
 }
 
-function cancel(file) {
-  file.state = "cancelled";
-  file.request?.abort();
-  files = files.filter((each) => each !== file);
+function cancel(...chosen) {
+  for (const file of chosen) {
+    file.state = "cancelled";
+    file.request?.abort();
+  }
+  files = files.filter((each) => each.state !== "cancelled");
   next();
 }
 
-function again(file, name = file.name) {
-  Object.assign(file, { name, state: "waiting", problems: [], isTaken: false });
+function again(...chosen) {
+  for (const file of chosen) Object.assign(file, { state: "waiting", problems: [], isTaken: false });
   next();
 }
 
@@ -232,8 +235,8 @@ export function Uploads({ path, onDone }) {
   return html`${zone}<section class="card uploads" aria-label="Added files">
     <div class="row"><b role="status">${isBusy ? `Adding files: ${whole(done.length)} of ${whole(own.length)}` : `${whole(done.length)} of ${whole(own.length)} files added`}${failed.length ? `, ${whole(failed.length)} not` : ""}</b>
       <span class="right row">
-        ${failed.length > 1 && html`<${Button} kind="small" onClick=${() => failed.forEach((file) => again(file))}>Try all again<//>`}
-        ${isBusy && html`<${Button} kind="small" onClick=${() => open.forEach(cancel)}>Cancel<//>`}
+        ${failed.length > 1 && html`<${Button} kind="small" onClick=${() => again(...failed)}>Try all again<//>`}
+        ${isBusy && html`<${Button} kind="small" onClick=${() => cancel(...open)}>Cancel<//>`}
         ${!isBusy && html`<${Button} kind="small" onClick=${clear}>Close<//>`}</span></div>
     ${isBusy && html`<${Progress} step=${sent} total=${total} label="Files sent" />`}
     <ul tabindex="0" aria-label="Files">${shown.map((file) => html`<${Row} key=${file.id} file=${file} />`)}</ul>
@@ -247,7 +250,7 @@ function Row({ file }) {
     <span class="side">${state === "sending" ? html`<span class="note">${isAll ? "checking …" : ""}</span><${Progress} step=${file.sent} total=${file.size} label=${`${file.name} sent`} />`
       : html`<span class=${`status ${state === "done" ? "good" : state === "failed" ? "bad" : ""}`}>${state === "done" ? file.note || "added" : state === "failed" ? "not added" : "waiting"}</span>`}
       ${state === "failed" && html`<${Button} kind="small" aria-label=${`Try ${file.name} again`} onClick=${() => again(file)}>Try again<//>
-        ${file.isTaken && html`<${Button} kind="small" aria-label=${`Add ${file.name} as ${otherName(file)}`} onClick=${() => again(file, otherName(file))}>Keep both<//>`}`}
+        ${file.isTaken && html`<${Button} kind="small" aria-label=${`Add ${file.name} as ${otherName(file)}`} onClick=${() => again(Object.assign(file, { name: otherName(file) }))}>Keep both<//>`}`}
       ${state !== "done" && html`<${Button} kind="small" aria-label=${`${state === "failed" ? "Remove" : "Cancel"} ${file.name}`} onClick=${() => cancel(file)}>×<//>`}</span>
     <${Problems} problems=${file.problems} /></li>`;
 }
