@@ -77,7 +77,7 @@ def start_tool(asked: AskedTool, state: ServerState) -> dict[str, Any]:
     known = {row["id"]: row for row in state.loras.rows()[0]} if asked.loras else {}
     rows = [known[each] for each in asked.loras if each in known]
     problems += [Problem(f"There is no LoRA {each}.", "Choose another.") for each in asked.loras if each not in known]
-    problems += [*option_problems(asked), *file_problems(asked, rows), *family_problems(rows)]
+    problems += [*option_problems(asked), *file_problems(asked, rows)]
     places = read_places(asked, state, problems)
     if problems or taken:
         raise Refusal(422 if problems else 409, [*problems, *taken])
@@ -197,7 +197,7 @@ def needed_problems(asked: AskedTool) -> list[Problem]:
 
 
 def file_problems(asked: AskedTool, rows: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """Files that are damaged, or of a kind that the tool does not take."""
+    """Files that are damaged, of a kind that the tool does not take, or for different families."""
     found = [Problem(f"{row['name']}: {row['problem']}", "Choose another.") for row in rows if row["is_damaged"]]
     whole = [row for row in rows if row["kind"] is not None]
     is_any = (asked.tool == "convert" and asked.to in (LOWERED, None)) or asked.of == "parameters"
@@ -210,16 +210,11 @@ def file_problems(asked: AskedTool, rows: Sequence[Mapping[str, Any]]) -> list[P
         elif asked.to == LOWERED and row["kind"] in OVER_BASE and asked.model is None:
             message = f"{row['name']} is a {row['kind']}, which changes a weight that it does not hold."
             found.append(Problem(message, "Name its base model."))
-    return found
-
-
-def family_problems(rows: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """Files for different families."""
     families = {row["family"]: row["name"] for row in rows if row["family"] is not None}
-    if len(families) < 2:
-        return []
-    words = ", ".join(f"{name} is for {family}" for family, name in families.items())
-    return [Problem(f"These are LoRAs for different models: {words}.", "Choose files for one family.")]
+    if len(families) > 1:
+        words = ", ".join(f"{name} is for {family}" for family, name in families.items())
+        found.append(Problem(f"These are LoRAs for different models: {words}.", "Choose files for one family."))
+    return found
 
 
 def read_places(asked: AskedTool, state: ServerState, problems: list[Problem]) -> dict[str, str]:
