@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.schema import Config, SourceSection
@@ -203,8 +203,8 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
-        fix = "Name another with --executor-option scratch=DIR"
-        raise UsageError(Problem(f"{folder} belongs to somebody else.", fix))
+        message = f"{folder}, where copies of datasets are to be, belongs to another user, or is no folder."
+        raise UsageError(Problem(message, "Name another folder with --executor-option scratch=DIR."))
 
 
 def _unpack(pack: DataPack, pieces: Iterable[bytes], target: Path) -> None:
@@ -217,7 +217,8 @@ def _unpack(pack: DataPack, pieces: Iterable[bytes], target: Path) -> None:
                 fileobj=stream, mode="r|", bufsize=READ_BYTES, encoding="utf-8", errors="surrogateescape"
             ) as archive:
                 for member in archive:
-                    content = archive.extractfile(member) if is_plain(member) else None
+                    is_plain = member.isreg() and not member.issparse()
+                    content = archive.extractfile(member) if is_plain and is_below(member.name) else None
                     if content is None:
                         raise tarfile.TarError(f"{member.name!r} is no plain file below its folder")
                     place = part / member.name
@@ -231,20 +232,18 @@ def _unpack(pack: DataPack, pieces: Iterable[bytes], target: Path) -> None:
         if stream.digest.hexdigest() != pack.key:
             raise UsageError(Problem("The packed data is not what was packed.", "Submit the batch again."))
         for folder in pack.folders:
+            if not is_below(folder):
+                raise UsageError(Problem(f"The packed data is damaged ({folder!r}).", "Submit the batch again."))
             (part / folder).mkdir(parents=True, exist_ok=True)
         os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def is_plain(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a file of its own, below the folder into which it is unpacked."""
-    name = PurePosixPath(member.name)
-    parts = member.name.split("/")
-    is_below = not name.is_absolute() and not {"", ".", ".."} & set(parts) and "\0" not in member.name
-    if os.name == "nt":
-        is_below = is_below and not re.search(r'[\\<>:"|?*]', member.name)
-    return is_below and member.isreg() and not member.issparse()
+def is_below(name: str) -> bool:
+    """Whether a name in an archive is of a file or folder below that into which it is unpacked."""
+    is_name = not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+    return is_name and not (os.name == "nt" and re.search(r'[\\<>:"|?*]', name))
 
 
 def _remove_old(scratch: Path, claims: Claims) -> None:

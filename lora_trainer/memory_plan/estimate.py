@@ -469,10 +469,11 @@ def shortage(demand: Demand, fit: MemoryPlan) -> str:
     if second is None:
         what += f" and {fit.swapped} of {fit.swappable} swapped"
         return f"Training needs {peak} at its peak, with {what}; {to_use(limit)}."
+    other = demand.second_limit_gib
+    also = f", and {to_use(other)}" if other is not None and other != limit else ""
     return (
-        f"Training needs {peak} on the first GPU and {second.peak:.1f} on the second, with {what} and {second.blocks} "
-        f"blocks on the second; {to_use(limit)}, the second, of {demand.second_limit_gib or math.inf:g}, "
-        f"{LARGEST_SHARE * (demand.second_limit_gib or math.inf):.2g}."
+        f"Training needs {peak} on the first GPU and {second.peak:.1f} GiB on the second, with {what} and "
+        f"{second.blocks} blocks on the second; {to_use(limit)}{also}."
     )
 
 
@@ -499,9 +500,10 @@ def what_would_fit(demand: Demand) -> list[str]:
     if not demand.divided:
         relaxed = replace(relaxed, streaming="auto")
     smallest = choose_fit(relaxed)
-    needed = max(smallest.parts.peak, *too_large(relaxed, smallest).values(), 0.0)
-    gpu = math.ceil(needed / LARGEST_SHARE)
-    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a GPU of {gpu} GiB."]
+    second = smallest.parts.second
+    needed = max(smallest.parts.peak, *too_large(relaxed, smallest).values(), second.peak if second else 0.0)
+    gpus = f"{'two GPUs' if second else 'a GPU'} of {math.ceil(needed / LARGEST_SHARE)} GiB"
+    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit {gpus}."]
 
 
 def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:

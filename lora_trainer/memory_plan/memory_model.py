@@ -82,7 +82,7 @@ def traced_memory_model(
         kept = "bf16" if precision == "fp16" else precision
         is_alike = FORM_OF[kept] == "narrow" and not (products and kept == "int8")
         form = "fp8" if is_alike else kept
-        found = remembered(f"cuts {form} {sizes}", lambda: asdict(_divided(subject(sizes.rank, form), sizes)))
+        found = remembered(f"divided {form} {sizes}", lambda: asdict(_divided(subject(sizes.rank, form), sizes)))
         own = remembered(f"divisible {kept} {sizes.rank}", lambda: subject(sizes.rank, kept).divisible)
         away = [(0, 0), *accumulate(reversed(own), lambda sums, sizes: (sums[0] + sizes[0], sums[1] + sizes[1]))]
         return [

@@ -198,8 +198,8 @@ class DividedTrace:
 def trace_division(subject: Subject, sizes: tuple[int, int, int], checkpointed: int, recompute: str) -> DividedTrace:
     """One trace for all divisions over two GPUs, of latents of these `sizes`: micro-batch, height, width.
 
-    Each tensor counts for the block that runs when it is made, or whose backward pass runs. So what crosses counts on the GPU
-    where it was made, and not a second time where it arrives.
+    Each tensor counts for the block that runs when it is made, or whose backward pass runs. What crosses forward counts on the
+    other GPU, too, as if it stayed there until the peak; the gradients that cross back do not.
     """
     micro, height, width = sizes
     with BlockWatch(subject.denoiser) as watch:
@@ -215,9 +215,13 @@ def trace_division(subject: Subject, sizes: tuple[int, int, int], checkpointed: 
         )
     later = [*zip(*(accumulate(reversed(moment)) for moment in found.live), strict=True)]  # of the last 1, 2, … kinds
     whole = later[-1]
+    arriving = [watch.arriving(count) for count in range(1, watch.kinds)]
     return DividedTrace(
-        first=(max(whole), *(max(map(sub, whole, part)) for part in later[:-1])),
-        second=(0, *map(max, later[:-1])),
+        first=(
+            max(whole),
+            *(max(map(sub, whole, part)) + more for part, (more, _) in zip(later[:-1], arriving, strict=True)),
+        ),
+        second=(0, *(max(part) + more for part, (_, more) in zip(later[:-1], arriving, strict=True))),
         copies=found.copies,
         flops=sum(found.flops),
     )

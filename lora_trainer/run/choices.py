@@ -34,7 +34,7 @@ from lora_trainer.models.quantization.four_bits import need_library
 from lora_trainer.monitor.gpu import open_gpus
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.run.plans.plan import make_demand, storable_here
+from lora_trainer.run.plans.plan import NO_SECOND_GPU, make_demand, storable_here, undivided
 from lora_trainer.training.denoiser_layout import QUANTIZED, Layout
 
 # What is computed in, where a GPU has bf16 units; weights in fewer bits are dequantized for it.
@@ -77,6 +77,7 @@ class Choices:
     encoder_device: Choice | None = None  # where images and captions are encoded, if not on `device`
     second_gpu: Choice | None = None  # where the last `divided` blocks of the denoiser are
     divided: int | None = None  # half of them by their weights where nothing was planned
+    undivided: str | None = None  # a line for `memory.second_gpu=auto` without a second GPU
 
     @property
     def encodes_on(self) -> torch.device:
@@ -108,6 +109,7 @@ class Choices:
                 else []
             ),
             *([f"second GPU: {second.value} ({second.reason})"] if (second := self.second_gpu) else []),
+            *([self.undivided] if self.undivided else []),
             f"micro-batch size: {self.micro} (gradient accumulation steps: {accumulation}){why}",
         )
 
@@ -190,14 +192,16 @@ def choose_second_gpu(
     for gpu in others:
         if wanted == f"cuda:{gpu.index}":
             return Choice(wanted, f"{gpu.name}, {gpu.gib:.0f} GiB: {AS_SET}")
-    if not on_gpu:
-        seen = "this run trains on the CPU"
-    elif wanted == f"cuda:{device.index or 0}":
-        seen = "that GPU holds the other blocks"
-    else:
-        known = ", ".join(f"cuda:{gpu.index}" for gpu in gpus)
-        seen = f"this machine shows {counted(len(gpus), 'GPU')}: {known}"
+    seen = "that GPU holds the other blocks" if wanted == f"cuda:{device.index or 0}" else what_is_here(device, gpus)
     raise UsageError(Problem(f"{message}, and {seen}.", "Set it to auto, or remove it."))
+
+
+def what_is_here(device: torch.device, gpus: Sequence[Gpu]) -> str:
+    """Why there is no other GPU than that of the run, or which there are."""
+    if device.type != "cuda":
+        return "this run trains on the CPU"
+    known = ", ".join(f"cuda:{gpu.index}" for gpu in gpus)
+    return f"this machine shows {counted(len(gpus), 'GPU')}: {known}"
 
 
 def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
@@ -210,6 +214,9 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
     gpus = visible_gpus()
     encodes_on = choose_encoder_device(config.hardware.text_encoder_device, device, gpus, world)
     second = choose_second_gpu(config.memory.second_gpu, device, gpus, world)
+    alone = None
+    if config.memory.second_gpu and second is None:
+        resolved, alone = undivided(resolved), f"{NO_SECOND_GPU} ({what_is_here(device, gpus)})"
     is_set = asked_by_user(resolved, "memory.weight_dtype")
     precision = choose_precision(config.memory.weight_dtype, device, is_set=is_set)
     origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
@@ -238,12 +245,10 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             samples=math.ceil(config.train.effective_batch_size / world),
             encoder_device=encodes_on,
             second_gpu=second,
+            undivided=alone,
         )
     demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
-    if second is None:
-        swapping = config.memory.blocks_to_swap if demand.divided else demand.streaming
-        demand = replace(demand, divided=False, streaming=swapping)
-    else:
+    if second is not None:
         there = torch.device(second.value)
         if computed_in(precision.value, device) == torch.bfloat16 and torch.cuda.get_device_capability(there)[0] < 8:
             message = f"memory.second_gpu={second.value} has no bf16 units, and the GPU that trains has."
@@ -254,7 +259,7 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
     # All processes of a run must choose the same, and free memory differs between GPUs.
     left = left_gib(device) if world == 1 else None
     planned = planned_choices(storable_here(demand), precision, device, left, processes_here(world))
-    return replace(planned, encoder_device=encodes_on, second_gpu=second)
+    return replace(planned, encoder_device=encodes_on, second_gpu=second, undivided=alone)
 
 
 def planned_choices(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -310,9 +310,6 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         session.processes.wait()
         return reason
 
-    def export(step: int, weights: Mapping[str, Tensor]) -> None:
-        export_step(session, context.built.shapes, step, weights)
-
     if saved.scratch is not None and is_main:
         most = int(saved.scratch_limit_gb * 10**9)
         scratch = Scratch(Path(saved.scratch).expanduser(), session.folder / "checkpoints", most, session.console.print)
@@ -333,12 +330,13 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
             cached=config.cache.latents,
             compiled=context.compiled is not None,
             swapped=built.swapped,
+            divided=built.second is not None,
             weight_dtype=session.choices.precision.value,
             micro=session.choices.micro,
             samples=session.choices.samples,
             largest_micro=session.choices.largest_micro,
         ),
-        export=export,
+        export=partial(export_step, session, context.built.shapes),
         withdraw=partial(withdraw_after, session.folder),
         images=images,
         steering=session.order.steering,

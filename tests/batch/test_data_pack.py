@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,8 @@ def named(name: str, **values: Any) -> Callable[[tarfile.TarFile, tarfile.TarInf
         named("images/pipe", type=tarfile.FIFOTYPE),
         named("images/device", type=tarfile.CHRTYPE),
         named("images/folder", type=tarfile.DIRTYPE),
+        named("images/sparse", type=tarfile.GNUTYPE_SPARSE),
+        named("images/sparse", pax_headers={"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**50)}),
     ],
 )
 def test_hostile_members_are_refused_and_leave_nothing(change, tmp_path):
@@ -194,6 +197,16 @@ def test_hostile_members_are_refused_and_leave_nothing(change, tmp_path):
         pass
     assert not contents_but_claims(scratch)
     assert not (tmp_path / "inner" / "outside.png").exists()
+
+
+@pytest.mark.parametrize("folder", ["../outside", "/outside", "images/../../../outside"])
+def test_a_folder_outside_is_refused_and_leaves_nothing(folder, dataset, tmp_path):
+    packed = replace(pack_of(files_of(config_of(str(dataset)))), folders=(folder,))
+    scratch = tmp_path / "inner" / "scratch"
+    with pytest.raises(UsageError, match="The packed data is damaged"), copied(packed, packed.pieces, scratch):
+        pass
+    assert not contents_but_claims(scratch)
+    assert not list(tmp_path.rglob("outside"))
 
 
 def contents_but_claims(scratch: Path) -> list[str]:
@@ -253,7 +266,7 @@ def test_the_folder_of_copies_must_be_the_users_own(dataset, tmp_path):
     packed = pack_of(files_of(config_of(str(dataset))))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "scratch").symlink_to(tmp_path / "theirs")
-    with pytest.raises(UsageError, match="belongs to somebody else"), copied(packed, [], tmp_path / "scratch"):
+    with pytest.raises(UsageError, match="belongs to another user"), copied(packed, [], tmp_path / "scratch"):
         pass
 
 

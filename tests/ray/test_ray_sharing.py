@@ -92,14 +92,14 @@ def test_two_jobs_share_a_gpu_by_their_plan_and_a_smaller_gpu_gets_none(night: N
     refused = night.start("--jobs", "3", "--resume", *auto, steps=120)
     said, _ = refused.communicate(timeout=WAIT_SECONDS)
     assert refused.returncode == 2, said
-    assert f"The Ray cluster has 1 GPUs: 2 jobs at once with {share} of a GPU each, and --jobs is 3." in said
+    assert f"The Ray cluster has 1 GPU: 2 jobs at once with {share} of a GPU each, and --jobs is 3." in said
 
     again = night.start("--jobs", "2", "--resume", *auto, "--executor-option", "cpus=1.5", steps=120)
     wait_until(lambda: len(night.checkpointed(names)) == 1, again)  # the other waits for CPUs
     add_gpu(night, 700)
     said, _ = again.communicate(timeout=WAIT_SECONDS)
     assert again.returncode == 0, said
-    assert "has a GPU of 0.684 GiB, and gets no such job" in said
+    assert "has a GPU of 0.684 GiB, and the job's plan is for 1.95 GiB: it waits for another node" in said
     assert {job["status"] for job in night.jobs().values()} == {"done"}
     for name in names:
         found = record(night, name)

@@ -96,6 +96,8 @@ def test_two_gpus_train_as_one(precision: str, bench: Bench) -> None:
     """On two GPUs, against one of them: to the rounding of two GPUs of one kind. Resumed by one."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"this machine has {torch.cuda.device_count()} GPUs, and the test needs two")
+    if precision == "nf4":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
     settings = SETTINGS | {"memory__weight_dtype": precision, "memory__gradient_checkpointing": "true"}
     assert bench.run("whole", **settings) == 0
     assert bench.run("divided", **settings, memory__second_gpu="cuda:1") == 0

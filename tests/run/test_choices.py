@@ -6,6 +6,7 @@ The GPU is simulated by replacing what torch reads from its driver: size, free m
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -204,13 +205,17 @@ def test_a_model_is_divided_by_what_both_gpus_have(monkeypatch, tmp_path):
     monkeypatch.setattr(choices, "left_gib", lambda device: sizes[device.index or 0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
 
-    def divided(wanted: str = "auto") -> Choices:
+    def divided(wanted: str | None = "auto", device: torch.device = CUDA) -> Choices:
         resolved = resolve([Layer("--set", {"memory": {"second_gpu": wanted}})])
-        return choose(resolved, family, architecture, CUDA, 1)
+        return choose(resolved, family, architecture, device, 1)
 
     sizes, capability = [1.0, 1.0], 8
     monkeypatch.setattr(choices, "visible_gpus", lambda: GPUS[:1])
-    assert (divided().second_gpu, divided().divided, divided().layout.second) == (None, None, None)
+    alone = divided()
+    assert replace(alone, undivided=None) == divided(None)
+    line = "memory.second_gpu=auto finds no second GPU, so the model is not divided"
+    assert f"{line} (this machine shows 1 GPU: cuda:0)" in alone.lines
+    assert f"{line} (this run trains on the CPU)" in divided(device=torch.device("cpu")).lines
     monkeypatch.setattr(choices, "visible_gpus", lambda: GPUS[:2])
     equal = divided()
     assert equal.layout.second == torch.device("cuda", 1)

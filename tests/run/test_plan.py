@@ -466,4 +466,7 @@ def test_a_plan_of_two_gpus_has_the_peak_of_each(tmp_path: Path, capsys: pytest.
     assert main([*command, "--set", "memory.second_gpu=auto"]) == 0
     assert f"second GPU: {second['peak_gib']:.2f} GiB" in capsys.readouterr().out
     assert main([*command, "--set", "memory.second_gpu=auto", "--set", "memory.limit_gib=0.7"]) == 2
-    assert "GiB on the first GPU and" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Training needs 0.7 GiB on the first GPU and 0.7 GiB on the second" in output
+    assert "a GPU of 0.7 GiB has 0.63 to use" in output
+    assert "would fit two GPUs of 1 GiB" in output

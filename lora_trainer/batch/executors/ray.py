@@ -65,11 +65,11 @@ class TaskOrder:
 @dataclass(frozen=True)
 class TaskEnd:
     """How a task ended: an exit code, and the problems, with fixes, that kept it from beginning. `too_small` is the node whose
-    GPU is smaller than that of the job's share, with its GiB."""
+    GPU is smaller than that of the job's share, with the GiB of both."""
 
     code: int
     problems: Sequence[tuple[str, str]] = ()
-    too_small: tuple[str, float] | None = None
+    too_small: tuple[str, float, float] | None = None
 
 
 def check(options: ExecutorOptions) -> None:
@@ -118,7 +118,8 @@ def refuse_too_many(jobs: int, gpus: float, there: float) -> None:
     if gpus > 0.0 and jobs > (most := int(there) * int(1.0 / gpus + 1e-6)):
         held = counted(most, "job")
         message = (
-            f"The Ray cluster has {there:g} GPUs: {held} at once with {gpus:g} of a GPU each, and --jobs is {jobs}."
+            f"The Ray cluster has {counted(int(there), 'GPU')}: {held} at once with {gpus:g} of a GPU each, "
+            f"and --jobs is {jobs}."
         )
         raise UsageError(Problem(message, f"Set --jobs {most}, or add nodes first."))
 
@@ -207,7 +208,7 @@ class JobShares:
             if share.gpus:
                 found.append((share, own))
         for reason, count in self.by_plan.no_plan.items():
-            line = f"No memory plan for {counted(count, 'job')} ({reason}): the GPU share follows memory.limit_gib."
+            line = f"No memory plan for {counted(count, 'job')} ({reason.rstrip('.')}): the GPU share follows memory.limit_gib."
             plain_console().print(line)
         for line in lines_of(found):
             plain_console().print(line)
@@ -248,7 +249,7 @@ class StoredData:
             known[str(config.data.sources)] = size
             if size > self.most_gib:
                 message = (
-                    f"{job.name}: its data has {size:.3g} GiB, and data=store takes at most {self.most_gib:g} of a job."
+                    f"{job.name}: its data has {size:.3g} GiB, and data=store takes at most {self.most_gib:g} GiB."
                 )
                 fix = f"Use data=path on a disk that all nodes share, or --executor-option store_gib={math.ceil(size)}"
                 problems.append(Problem(message, fix))
@@ -361,8 +362,9 @@ class Tasks:
             plain_console().print(f"{name}: its node or worker was lost ({type(error).__name__}); it will be continued")
             return
         if ended.too_small is not None:
-            node, gib = ended.too_small
-            plain_console().print(f"{name}: Ray node {node[:12]} has a GPU of {gib:.3g} GiB, and gets no such job")
+            node, gib, planned = ended.too_small
+            numbers = f"has a GPU of {gib:.3g} GiB, and the job's plan is for {planned:.3g} GiB"
+            plain_console().print(f"{name}: Ray node {node[:12]} {numbers}: it waits for another node")
             self.nodes[node] = gib
         if ended.problems:
             if self.data is not None:  # it may have been lost with a node
@@ -400,7 +402,8 @@ def work_on_node(order: TaskOrder) -> TaskEnd:
 
     try:
         if order.share.gpus and is_smaller(gib := min(gpu_gibs(), default=None), order.share):
-            return TaskEnd(0, too_small=(ray.get_runtime_context().get_node_id(), gib or 0.0))
+            node = ray.get_runtime_context().get_node_id()
+            return TaskEnd(0, too_small=(node, gib or 0.0, order.share.gpu_gib or 0.0))
         with ExitStack() as stack:
             folder = None
             if order.data is not None:

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError, features
+from PIL.PngImagePlugin import PngImageFile
 
 from lora_trainer.data.images.remote import RemoteError
 from lora_trainer.data.images.spans import open_bytes
@@ -149,7 +150,7 @@ def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation, 1 when there is none or it cannot be read."""
     try:
-        if image.format == "PNG" and image.fp is not None and not has_words_after_pixels(image.fp):
+        if isinstance(image, PngImageFile) and image.fp is not None and not has_words_after_pixels(image.fp):
             return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
         return int(image.getexif().get(ORIENTATION_TAG, 1))
     except Exception:  # noqa: BLE001 - damaged metadata must not cost a good image
@@ -180,7 +181,7 @@ def has_words_after_pixels(file: IO[bytes]) -> bool:
 
 def refuse_damaged_pixels(image: Image.Image) -> None:
     """Raise BrokenImageError where a checksum of a PNG's pixels is wrong: Pillow reads on, and shows other pixels."""
-    if image.format != "PNG" or image.fp is None:
+    if not isinstance(image, PngImageFile) or image.fp is None:
         return
     for name, length in png_chunks(image.fp):
         if name == b"IDAT":

@@ -10,7 +10,7 @@ The adapter's weights of a block are beside the block; their masters and the opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -125,13 +125,28 @@ class Division:
         block.__dict__[DIVISION] = self
 
 
+@dataclass
+class Crossing:
+    """A tensor that blocks read: its bytes, the block that made it, or 0 for all else, and the last block that reads it."""
+
+    size: int
+    maker: int
+    reader: int
+
+
 class BlockWatch:
-    """Which block of a denoiser runs, or whose backward pass does, inside the `with`: counted from 1, 0 for all else."""
+    """Which block of a denoiser runs, or whose backward pass does, inside the `with`: counted from 1, 0 for all else.
+
+    `crossings` are the tensors that blocks read, `returned` the bytes that the last block of each list leaves.
+    """
 
     def __init__(self, denoiser: nn.Module) -> None:
         self.blocks = divisible_blocks(denoiser)
         self.kinds, self.running = len(self.blocks) + 1, 0
         self.handles: list[Any] = []
+        self.crossings, self.returned = list[Crossing](), dict[int, int]()
+        self._ends = {id(part[-1]) for part in divisible_lists(denoiser)}
+        self._known = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
         for number, block in enumerate(self.blocks, 1):
@@ -142,6 +157,22 @@ class BlockWatch:
         for handle in self.handles:
             handle.remove()
 
+    def arriving(self, count: int) -> tuple[int, int]:
+        """Bytes that arrive on each of two GPUs in a forward pass with the last `count` blocks on the second."""
+        last = len(self.blocks) - count  # on the first
+        to_first = sum(size for block, size in self.returned.items() if block > last)
+        return to_first, sum(each.size for each in self.crossings if each.maker <= last < each.reader)
+
+    def _meet(self, values: Any) -> Iterator[tuple[Tensor, Crossing]]:
+        """The tensors in a forward pass's values, each as it is known, or as made by what runs now."""
+        for tensor in () if in_backward() else tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                if tensor not in self._known:
+                    size = tensor.numel() * tensor.element_size()
+                    self._known[tensor] = Crossing(size, self.running, self.running)
+                    self.crossings.append(self._known[tensor])
+                yield tensor, self._known[tensor]
+
     def _watch(self, block: nn.Module, number: int) -> tuple[Any, Any]:
         outside: list[int] = []
 
@@ -149,17 +180,20 @@ class BlockWatch:
             self.running = now
 
         def before(module: nn.Module, inputs: Any, named: Any) -> None:
-            outside.append(self.running)
-            for tensor in tree_leaves((inputs, named)):  # its gradient is the block's last
-                if number == 1 and isinstance(tensor, Tensor) and tensor.requires_grad and not in_backward():
+            for tensor, crossing in self._meet((inputs, named)):
+                crossing.reader = number
+                if number == 1 and tensor.requires_grad:  # its gradient is the block's last
                     tensor.register_hook(partial(enter, now=0))
+            outside.append(self.running)
             self.running = number
 
         def after(module: nn.Module, inputs: Any, result: Any) -> None:
-            self.running = outside.pop()
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not in_backward():
+            for tensor, crossing in self._meet(result):
+                if id(module) in self._ends:
+                    self.returned[number] = self.returned.get(number, 0) + crossing.size
+                if tensor.requires_grad:
                     tensor.register_hook(partial(enter, now=number))
+            self.running = outside.pop()
 
         return block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)
 

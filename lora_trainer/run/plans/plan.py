@@ -68,6 +68,7 @@ DECIDED = ("micro_batch_size", "gradient_checkpointing", "weight_dtype", "blocks
 WORTH_FREEING_GIB = 0.1
 WORTH_BESIDE = 0.2  # of what the largest saving frees
 KEEPS_SCORES = ("math",)
+NO_SECOND_GPU = "memory.second_gpu=auto finds no second GPU, so the model is not divided"
 SECOND_PARTS = ("weights", "adapter", "activations", "overhead")  # of the memory of a second GPU
 Data = tuple[tuple[Sample, ...], tuple[Sample, ...]]  # trained, held out
 
@@ -196,12 +197,13 @@ def make_plan(
     `here`: on this machine's GPU, as a run decides; else nf4 is taken to be at hand, and what it needs is said.
     Raises UsageError for a model or data that cannot be read.
     """
+    is_alone = here and resolved.config.memory.second_gpu == "auto" and len(visible_gpus()) < 2
+    if is_alone:
+        resolved = undivided(resolved)
     config = resolved.config
     family, architecture = architecture_of(config, families)
     limits = [limit for limit in (config.memory.limit_gib, gpu_gib) if limit is not None]
     demand = make_demand(resolved, family, architecture, min(limits, default=None))
-    if here and demand.divided and len(visible_gpus()) < 2:  # as `memory.second_gpu=auto` is taken then
-        demand = replace(demand, divided=False, streaming=config.memory.blocks_to_swap)
     if here:
         demand = storable_here(demand)
     fit = choose_fit(demand)
@@ -219,6 +221,7 @@ def make_plan(
         disk_gib=(cached + run_bytes(config, demand.shapes, steps, counted.steps_per_epoch if counted else None)) / GIB,
         phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
+            *([f"{NO_SECOND_GPU}."] if is_alone else []),
             *too_small(config, architecture.facts, (*train, *validation)),
             *uncounted(config),
             *over_several_gpus(config, demand, fit),
@@ -229,6 +232,12 @@ def make_plan(
         attention=config.hardware.attention_backend,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
     )
+
+
+def undivided(resolved: Resolved) -> Resolved:
+    """The settings of a run without a second GPU, which plans and trains as if `memory.second_gpu` were not set."""
+    memory = resolved.config.memory.model_copy(update={"second_gpu": None})
+    return replace(resolved, config=resolved.config.model_copy(update={"memory": memory}))
 
 
 def phases_of(

@@ -142,7 +142,7 @@ def second_lines(plan: Plan, second: SecondParts) -> list[str]:
     parts = ", ".join(f"{name} {getattr(second, name):.2f}" for name in SECOND_PARTS)
     return [
         f"second GPU: {second.peak:.2f} GiB ({parts}) with the last {second.blocks} blocks; {size}",
-        "all other figures are of the first GPU; how activations divide is approximate: what crosses counts once",
+        "all other figures are of the first GPU",
     ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.memory.division import divide, divisible_blocks, divisible_lists, half_of
 from lora_trainer.training import build
 from lora_trainer.training.denoiser_layout import Layout
+from lora_trainer.training.fallbacks import seed_dropout
 from lora_trainer.training.micro_batch import make_micro_batch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext, StepSettings, backward, train_step
@@ -204,6 +207,24 @@ def test_which_blocks_are_divided() -> None:
     assert [half_of(sizes) for sizes in ([1, 1, 1, 1], [1, 1, 4], [4, 1, 1], [])] == [2, 1, 3, 0]
 
 
+def test_dropout_on_a_second_gpu_has_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeded by the step, as those of the first GPU: both repeat on resuming, and equal blocks have no equal masks."""
+    seeds: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(("all", seed)))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeds.append(("current", seed)))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    for second in (None, FIRST, torch.device("cuda", 1)):
+        context = SimpleNamespace(built=SimpleNamespace(second=second))
+        run: Any = SimpleNamespace(config=settings(), processes=SimpleNamespace(rank=0), context=context)
+        for step in (3, 3, 4):
+            seed_dropout(run, step)
+    one, both = seeds[:3], seeds[6:]
+    assert seeds[3:6] == one
+    assert both[::2] == one
+    assert both[:2] == both[2:4]
+    assert len({seed for _, seed in both}) == 4
+
+
 class ByDevice(Account):
     """Counts each storage for the device that it is on."""
 
@@ -219,8 +240,8 @@ class ByDevice(Account):
         return function(*arguments, **named)
 
 
-def really_held(subject: Subject, count: int, checkpointed: int) -> list[int]:
-    """Peaks of both devices without the weights, in a step that is divided over two."""
+def really_held(subject: Subject, count: int, checkpointed: int, micro: int) -> list[int]:
+    """Peaks of both devices without the weights, in a step that is divided over two, with captions of full length."""
     denoiser = subject.denoiser.to_empty(device=FIRST)
     divide(denoiser, count, FIRST, SECOND)
     checkpoint_blocks(denoiser, checkpointed)
@@ -231,29 +252,37 @@ def really_held(subject: Subject, count: int, checkpointed: int) -> list[int]:
     masters = {name: each for name, each in denoiser.named_parameters() if each.requires_grad}
     process = replace(context.process, alphas_cumprod=torch.ones(1000))
     context = replace(context, adapter=Adapter({}, masters), device=FIRST, process=process)
-    batch = replace(_micro_batch(subject, 2, 32, 32), t=torch.zeros(2, dtype=torch.long))
+    batch = replace(_micro_batch(subject, micro, 32, 32), t=torch.zeros(micro, dtype=torch.long))
+    batch = replace(batch, cond={name: torch.zeros_like(value) for name, value in batch.cond.items()})
     with account:
-        backward(context, batch.to(FIRST, BF16), 2)
+        backward(context, batch.to(FIRST, BF16), micro)
     return [max(moment[kind] - before[kind] for moment in account.line) for kind in (0, 1)]
 
 
 @pytest.mark.parametrize("checkpointed", [pytest.param(0, marks=pytest.mark.slow), 99])
-@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("flux", "z_image", "krea2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in "sdxl sd3 chroma qwen_image flux2 anima".split()),
+    ],
+)
 def test_a_trace_shows_what_each_device_holds(
     name: str, checkpointed: int, tmp_path: Path, devices: TwoDevices
 ) -> None:
-    """Within 10 % in a tiny model, of which what crosses is a large part. Whole, it is the trace of one GPU."""
+    """In tiny models, of which what crosses is a large part. Whole, it is the trace of one GPU."""
     family, model = FAMILIES[name], save_tiny_model(tmp_path, name)
     config = read_config(model, f"{family.denoiser.component}/config.json")
     architecture = Architecture(family.describe(model), config)
+    micro = 1 if name == "chroma" else 2  # of several captions a trace has a mask, and equal ones need none
 
     def subject() -> Subject:
         return make_subject(family, architecture, rank=4, targets="attention", dtype=BF16)
 
-    found = trace_division(subject(), (2, 32, 32), checkpointed, "full")
-    assert found.first[0] == trace(subject(), micro=2, height=32, width=32, checkpointed=checkpointed).peak
+    found = trace_division(subject(), (micro, 32, 32), checkpointed, "full")
+    assert found.first[0] == trace(subject(), micro=micro, height=32, width=32, checkpointed=checkpointed).peak
     assert found.second[0] == 0
-    for count in (1, 3):
-        first, second = really_held(subject(), count, checkpointed)
-        assert found.first[count] == pytest.approx(first, rel=0.1)
-        assert found.second[count] == pytest.approx(second, rel=0.1)
+    for count in sorted({1, len(found.first) - 2}):
+        first, second = really_held(subject(), count, checkpointed, micro)
+        assert 0.97 * first <= found.first[count] <= 1.16 * first
+        assert found.second[count] == pytest.approx(second, rel=0.08)
