@@ -180,7 +180,11 @@ def copied(pack: DataPack, pieces: Iterable[bytes], scratch: Path) -> Iterator[P
     target = scratch / pack.key
     with ExitStack() as stack:
         try:
-            _make_private(scratch)
+            scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+            there = scratch.lstat()
+            if hasattr(os, "getuid") and (there.st_uid != os.getuid() or not stat.S_ISDIR(there.st_mode)):
+                message = f"{scratch}, where copies of datasets are to be, belongs to another user, or is no folder."
+                raise UsageError(Problem(message, "Name another folder with --executor-option scratch=DIR."))
             stack.enter_context(in_use(scratch))
             with Claims(scratch) as claims:
                 wait_for(claims, pack.key)
@@ -196,15 +200,6 @@ def copied(pack: DataPack, pieces: Iterable[bytes], scratch: Path) -> Iterator[P
             fix = "Make room there, name another folder with --executor-option scratch=DIR, or use data=path."
             raise TrainingFailed(Problem(message, fix)) from error
         yield target
-
-
-def _make_private(folder: Path) -> None:
-    """Make the folder of the copies, which only this user may write to. Raises UsageError for one of somebody else."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
-        message = f"{folder}, where copies of datasets are to be, belongs to another user, or is no folder."
-        raise UsageError(Problem(message, "Name another folder with --executor-option scratch=DIR."))
 
 
 def _unpack(pack: DataPack, pieces: Iterable[bytes], target: Path) -> None:

@@ -70,14 +70,6 @@ def limited(resolved: Resolved, limit_gib: float | None) -> Resolved:
     return replace(resolved, config=config, origin={**resolved.origin, "memory.limit_gib": ORIGIN})
 
 
-def key_of_plan(resolved: Resolved) -> str:
-    """What is equal of jobs with one plan: all settings but those of the run's name and where its images are."""
-    document = resolved.config.model_dump(mode="json", exclude={"run"})
-    sources = [{**source, **NO_PLACES} for source in document["data"]["sources"]]
-    document["data"]["sources"] = sources
-    return json.dumps([document, from_user(resolved.origin["memory.weight_dtype"])], sort_keys=True)
-
-
 @dataclass
 class GpuShares:
     """The shares of jobs on GPUs of these sizes in GiB. Each plan is made once for all jobs with equal settings."""
@@ -90,7 +82,10 @@ class GpuShares:
     def of(self, resolved: Resolved) -> GpuShare:
         """The share of a job. Raises UsageError where its plan fits no GPU."""
         resolved = undivided(resolved)  # a job sees one GPU
-        key = key_of_plan(resolved)
+        # Jobs have one plan if all settings are equal but the run's name and where its images are.
+        document = resolved.config.model_dump(mode="json", exclude={"run"})
+        document["data"]["sources"] = [{**source, **NO_PLACES} for source in document["data"]["sources"]]
+        key = json.dumps([document, from_user(resolved.origin["memory.weight_dtype"])], sort_keys=True)
         if key not in self.found:
             try:
                 self.found[key] = self._chosen(resolved, key)

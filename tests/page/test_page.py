@@ -75,7 +75,7 @@ def test_from_an_empty_folder_to_a_downloaded_lora(runs: Path, size: str) -> Non
         browser.click("Start run")
         browser.wait_for("of 60", PATIENCE)
         browser.click("Save now")
-        browser.until(lambda: "done" in browser.text.split("\n")[:12], "it is done", PATIENCE)
+        browser.until(lambda: "\ndone\n" in browser.text, "it is done", PATIENCE)
         browser.wait_for("Validation loss")
         for tab, words in {
             "Samples": "Samples step 30",

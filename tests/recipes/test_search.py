@@ -201,13 +201,13 @@ def test_trials_that_run_out_of_memory_or_diverge_are_recorded_and_not_fatal(tog
 
 def test_trials_and_seeds_on_one_base_have_the_results_that_they_have_alone(search, bench, capsys):
     """To the rounding of a batch in fp32, which Adam's first steps enlarge."""
-    extra = ("--trials", "3", "--sampler", "random", "--pruner", "none", "--confirm", "2")
+    extra = ("--trials", "2", "--sampler", "random", "--pruner", "none", "--confirm", "2")
     with counted_passes() as alone:
         assert search("alone", *extra, validation__split=0.3) == 0
     with counted_passes() as joined:
-        assert search("joined", *extra, "--together", "3", validation__split=0.3) == 0
+        assert search("joined", *extra, "--together", "2", validation__split=0.3) == 0
     assert alone == []
-    assert joined.count(3) > STEPS, "of the trials, then of --confirm; pairs with other images have other shapes"
+    assert joined.count(2) > STEPS, "of the trials, then of --confirm; pairs with other images have other shapes"
     found, usual = (document(bench.folder(name)) for name in ("joined", "alone"))
     for mine, theirs in zip(found["trials"], usual["trials"], strict=True):
         assert (mine["number"], mine["state"], mine["values"]) == (theirs["number"], "complete", theirs["values"])
