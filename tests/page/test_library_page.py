@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
-from lora_trainer.builtin import BASE_FOLDER
+from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from tests.page.browser import PATIENCE, SIZES, Browser, browsing, skip_without_browser
 from tests.web import tiny_loras
@@ -121,6 +122,23 @@ def test_find_a_lora_resize_it_and_delete_the_result(runs: Path, size: str) -> N
         assert not (runs / "library" / "cat small.safetensors").exists()
         assert [each for each in browser.complaints() if "status of 422" not in each] == []
         assert browser.driver.title == "Library · lora-trainer"
+
+
+def test_the_style_of_the_library_stays_there(runs: Path, size: str) -> None:
+    with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
+        browser.open("library")
+        browser.wait_for("5 LoRAs")
+        place = f"#/datasets/{quote(str(DATA_FOLDER), safe='')}"
+        browser.driver.execute_script("location.hash = arguments[0]", place)  # without loading the page anew
+        browser.wait_for("24 images", 60)
+        if size == "phone":
+            browser.click("Search and filters")
+        search = browser.element("//input[@aria-label='Search captions and names']")
+        assert search.rect["height"] < 60
+        browser.driver.execute_script("location.hash = '#/runs'")
+        browser.wait_for("cat")
+        for field in browser.driver.find_elements("xpath", "//main//input[@type='search'] | //main//select"):
+            assert field.rect["height"] < 60
 
 
 def test_merge_two_and_look_at_images(runs: Path, size: str) -> None:

@@ -170,7 +170,7 @@ function App() {
       </nav>
       <${Machine} />
     </div></header>
-    <main id="content" tabindex="-1" ref=${main}>
+    <main id="content" class=${`on-${where.page || "start"}`} tabindex="-1" ref=${main}>
       ${!isConnected && !needsToken && html`<div class="problems" role="status">The server does not answer. <span class="fix">Runs continue without it; start it again with lora-trainer ui. This page connects by itself.</span></div>`}
       ${
         needsToken
