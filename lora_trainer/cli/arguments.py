@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.layers import Layer, Resolved, file_layer
 from lora_trainer.config.presets import AUTO, preset_layers, selectable
 from lora_trainer.config.tables import names_for
@@ -41,28 +42,6 @@ SETTING_FLAGS = (
 )
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")
 
-# What people call our settings and flags, beside the names that `importers` knows from kohya's and diffusers' scripts.
-COMMON_FLAGS = {
-    **dict.fromkeys(("lr", "unet_lr", "lrate"), "optimizer.learning_rate"),
-    **dict.fromkeys(("steps", "num_steps", "train_steps", "num_train_steps"), "train.max_steps"),
-    **dict.fromkeys(("epoch", "epochs", "num_epochs"), "train.max_epochs"),
-    **dict.fromkeys(("batch_size", "batch", "bs"), "train.effective_batch_size"),
-    **dict.fromkeys(("dim", "lora_dim", "lora_rank", "network_rank", "linear"), "lora.rank"),
-    **dict.fromkeys(("lora_alpha", "linear_alpha"), "lora.alpha"),
-    **dict.fromkeys(("res", "size", "image_size"), "data.resolution"),
-    **dict.fromkeys(("images", "image_dir", "data_dir", "dataset", "dataset_path", "folder_path"), "data.sources"),
-    **dict.fromkeys(("base_model", "model_path", "name_or_path", "checkpoint", "ckpt"), "model.path"),
-    **dict.fromkeys(("out", "out_dir", "output_folder", "save_dir", "training_folder"), "run.output"),
-    **dict.fromkeys(("precision", "dtype"), "memory.weight_dtype"),
-    **dict.fromkeys(("save_every", "save_steps", "checkpointing_steps"), "checkpoint.every_n_steps"),
-    **dict.fromkeys(("optimizer", "optim"), "optimizer.name"),
-    **dict.fromkeys(("trigger", "instance_prompt"), "captions.trigger_word"),
-    **dict.fromkeys(("network_type", "network_module", "peft_type"), "lora.type"),
-    "scheduler": "lr_scheduler.name",
-    "sample_steps": "sample.num_inference_steps",
-    "resume_from_checkpoint": "--resume",
-    "config_file": "--config",
-}
 SAMPLE_FLAGS = {  # what people call those of `sample`
     **dict.fromkeys(("steps", "num_steps", "sample_steps"), "--num-inference-steps"),
     **dict.fromkeys(("cfg", "cfg_scale", "guidance", "scale"), "--guidance-scale"),
@@ -241,17 +220,17 @@ def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
 
 def _of_other_trainers(word: str) -> tuple[str | None, str]:
     """Our setting or flag for another trainer's word (`network_dim`, `train.lr`), or why it is not needed; else (None, "")."""
-    if named := COMMON_FLAGS.get(word.replace(".", "_")):
+    if named := COMMON_NAMES.get(word.replace(".", "_")):
         return named, ""
-    from lora_trainer.importers import aitoolkit, diffusers_flags, kohya, onetrainer
+    from lora_trainer.importers.other_names import rules
 
     for key in dict.fromkeys((word, word.replace(".", "_"))):
-        for trainer in (kohya, diffusers_flags, aitoolkit, onetrainer):
-            if rule := trainer.RULES.get(key):
+        for known in rules():
+            if rule := known.get(key):
                 return (rule.ours[0], "") if rule.ours else (None, f"Remove it: {rule.why}.")
     section, dot, key = word.partition(".")
     own = dot and section in section_types() and section not in ("train", "lora", "model")
-    named = COMMON_FLAGS.get(key)
+    named = COMMON_NAMES.get(key)
     return (named, "") if named and (not own or named.startswith(f"{section}.")) else (None, "")
 
 

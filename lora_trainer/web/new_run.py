@@ -23,6 +23,7 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import write_text
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.imported import FORMATS, import_file
+from lora_trainer.importers.other_names import other_names
 from lora_trainer.report.read import keeps_state, mapping
 from lora_trainer.report.record import read_record
 from lora_trainer.web.asked_settings import AskedSettings, texts_in, user_presets
@@ -79,7 +80,7 @@ def show_schema(state: State) -> Response:
 @cache
 def sections() -> list[dict[str, Any]]:
     """The schema, in its order."""
-    found = []
+    found, aliases = [], other_names()
     for section, kind in section_types().items():
         schema = kind.model_json_schema()
         rows = []
@@ -103,6 +104,7 @@ def sections() -> list[dict[str, Any]]:
                     "can_be_empty": can_be_emptied(kind, key),
                     "default": kind().model_dump(mode="json")[key],
                     "description": field.description or "",
+                    "aliases": aliases.get(name, ()),
                     "on_resume": extra.get("on_resume") if isinstance(extra, dict) else None,
                 }
             )

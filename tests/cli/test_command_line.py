@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 
 from lora_trainer.cli import main as cli
-from lora_trainer.cli.arguments import COMMON_FLAGS, SAMPLE_FLAGS
+from lora_trainer.cli.arguments import SAMPLE_FLAGS
 from lora_trainer.cli.main import COMMANDS, Command, main
 from lora_trainer.cli.sample_arguments import add_sample_arguments
+from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.core.findings import folded
@@ -114,7 +115,7 @@ def test_sample_answers_words_of_other_programs_with_its_flags(capsys: pytest.Ca
 
 def test_every_answer_to_another_trainers_flag_can_be_typed() -> None:
     known = {*setting_names(), "--resume", "--config"}
-    assert known >= set(COMMON_FLAGS.values())
+    assert known >= set(COMMON_NAMES.values())
     parser = argparse.ArgumentParser()
     add_sample_arguments(parser)
     assert {flag for action in parser._actions for flag in action.option_strings} >= set(SAMPLE_FLAGS.values())

@@ -47,6 +47,13 @@ def test_the_schema_has_every_setting_and_preset(client: TestClient) -> None:
     assert rows["model.path"]["can_be_empty"]
     assert rows["data.sources"]["is_list"]
     assert all(row["description"] and row["on_resume"] for row in rows.values())
+    for theirs, ours in (
+        ("network_dim", "lora.rank"),
+        ("unet_lr", "optimizer.learning_rate"),
+        ("save_every", "checkpoint.every_n_steps"),
+        ("max_train_steps", "train.max_steps"),
+    ):
+        assert [name for name, row in rows.items() if theirs in row["aliases"]] == [ours]
     assert {each["name"]: each["kind"] for each in document["presets"]} == {
         name: each.kind for name, each in presets().items()
     }

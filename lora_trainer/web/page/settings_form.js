@@ -83,20 +83,26 @@ export function SettingField({ setting, now, chosen, isChosen, problems, onChang
   <//>`;
 }
 
+// Space, underscore and hyphen are the same in a search.
+const plain = (text) => text.toLowerCase().replaceAll(/[\s_-]+/g, " ").trim();
+
 // All settings by section, with search. `chosen`: {name: value}; `now`: the plan's settings.
 export function SettingsForm({ sections, now, chosen, problems, onChange }) {
   const [text, search] = useState("");
   const [open, setOpen] = useState({});
-  const wanted = text.trim().toLowerCase();
-  const fits = (row) => !wanted || row.name.includes(wanted) || row.description.toLowerCase().includes(wanted);
+  const wanted = plain(text);
+  const fits = (row) => {
+    const known = plain(`${row.name} ${row.description} ${row.aliases.join(" ")}`);
+    return wanted.split(" ").every((word) => known.includes(word)) || row.aliases.some((name) => plain(name).includes(wanted));
+  };
   const shownSections = sections
     .map((section) => ({ ...section, settings: section.settings.filter((row) => fits(row) && !HIDDEN.has(row.name)) }))
     .filter((section) => section.settings.length);
   return html`
-    <${Field} label="Search all settings" about="By name or description, for example rank, dropout, snr">
+    <${Field} label="Search all settings" about="By name or description, also by the name in another trainer: rank, batch size, network_dim">
       ${(id) => html`<input id=${id} type="search" value=${text} onInput=${(event) => search(event.target.value)} />`}
     <//>
-    ${!shownSections.length && html`<p class="lead">No setting has this in its name or description.</p>`}
+    ${!shownSections.length && html`<p class="lead">No setting has all of these words in its name or description.</p>`}
     ${shownSections.map((section) => {
       const count = section.settings.filter((row) => row.name in chosen).length;
       const isOpen = Boolean(open[section.name]) || wanted !== "";
