@@ -66,6 +66,7 @@ class LoraFacts:
     title: str = ""
     steps: int | None = None
     made_of: str = ""  # names of the files that a tool combined
+    started: str = ""  # when its training began, in seconds since 1970: the run that it is of
 
 
 def read_lora_facts(path: Path) -> tuple[LoraFacts, dict[str, str]]:
@@ -95,6 +96,7 @@ def read_lora_facts(path: Path) -> tuple[LoraFacts, dict[str, str]]:
         title=_entry(metadata, "modelspec.title") or _entry(metadata, "ss_output_name"),
         steps=int(steps) if (steps := _entry(metadata, "ss_steps")).isdecimal() else None,
         made_of=_entry(metadata, "modelspec.merged_from"),
+        started=_entry(metadata, "ss_training_started_at"),
     )
     return facts, metadata
 

@@ -17,6 +17,7 @@ from typing import Any
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.models.lora_facts import LoraFacts, read_lora_facts
+from lora_trainer.web.run_list import SAMPLE, file_url
 from lora_trainer.web.safety import Refusal, allowed
 
 LIBRARY = "library"  # the folder inside of that of the runs, of what the tools write
@@ -27,7 +28,7 @@ PREVIEWS = (".preview.png", ".png", ".jpg", ".jpeg", ".webp")  # images beside a
 OF_A_STEP = re.compile(r"-step-(\d+)\.safetensors$")
 DEEPEST, MOST_FILES, MOST_FOLDERS = 4, 20_000, 50
 AT_ONCE_SECONDS = 1.5  # for headers that were never read; a request that needs longer answers with what is read so far
-VERSION = 1  # of the kept facts
+VERSION = 2  # of the kept facts
 WHEN_READ = ("is_damaged", "problem", *LoraFacts.__dataclass_fields__)
 
 
@@ -75,10 +76,13 @@ class LoraList:
         rows = [self._row(file, runs.get(file.place), facts.get(str(path))) for path, file in found.items()]
         rows = [row for row in rows if row["is_damaged"] or row["is_pending"] or row["kind"] is not None]
         ids = {row["path"]: row["id"] for row in rows}
+        begun = {str(row["started"]): row["preview"] for row in runs.values() if row["started"]}
         for row in rows:
             stem = row["path"].removesuffix(DIFFUSERS).removesuffix(ENDING)
             other = f"{stem}{ENDING if row['path'].endswith(DIFFUSERS) else DIFFUSERS}"
             row["other_format"] = ids.get(other)
+            if row["from"] != "run" and row["preview"] is None and not row["made_of"]:
+                row["preview"] = begun.get(row["started"] or "")  # a converted or resized file of that run
         rows.sort(key=lambda row: (-row["changed"], row["path"]))
         return rows, sum(row["is_pending"] for row in rows)
 
@@ -164,6 +168,8 @@ class LoraList:
         step = OF_A_STEP.search(file.path.name) if run is not None else None
         is_final = run is not None and step is None
         name, preview = file.id, None if run is None else run["preview"]
+        if run is not None and step is not None:
+            preview = sample_of_step(file.place / "samples", run["id"], int(step[1]))
         return {
             "id": name,
             "name": file.path.name,
@@ -183,6 +189,12 @@ class LoraList:
             **(dict.fromkeys(WHEN_READ) if facts is None else {key: facts.get(key) for key in WHEN_READ}),
             "is_pending": facts is None,
         }
+
+
+def sample_of_step(folder: Path, run: str, step: int) -> str | None:
+    """Where the first image with the LoRA is that a run drew at a step."""
+    names = sorted(each.name for each in folder.glob(f"step-{step:06d}_*") if SAMPLE.fullmatch(each.name))
+    return file_url(run, f"samples/{names[0]}") if names else None
 
 
 def facts_of(path: Path) -> dict[str, Any]:

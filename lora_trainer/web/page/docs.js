@@ -92,9 +92,11 @@ function Found({ text, onChosen }) {
 }
 
 function Marked({ text, words }) {
-  const wanted = words.split(/\s+/).filter(Boolean).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  const all = words.split(/\s+/).filter(Boolean);
+  const long = all.filter((word) => word.length > 2);
+  const wanted = (long.length ? long : all).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
   if (!wanted.length) return text;
-  return text.split(new RegExp(`(${wanted.join("|")})`, "i")).map((part, index) => (index % 2 ? html`<mark>${part}</mark>` : part));
+  return text.split(new RegExp(`(?<![\\p{L}\\p{N}])(${wanted.join("|")})(?![\\p{L}\\p{N}])`, "iu")).map((part, index) => (index % 2 ? html`<mark>${part}</mark>` : part));
 }
 
 function DocsPage({ name, anchor, pages, isFirst }) {

@@ -1,6 +1,7 @@
 // The checklist of this machine and of runs, what the machine does now, and the versions for a bug report.
 
 import { post } from "./api.js";
+import { useRows } from "./rows.js";
 import { TaskState } from "./task.js";
 import { Button, Copy, Field, Problems, Progress, Result, bytes, duration, html, moment, shown, useAction, useDocument, useLive, useState, whole } from "./ui.js";
 
@@ -37,6 +38,8 @@ export function Doctor({ id }) {
 }
 
 function Checklist({ check }) {
+  const [rows] = useRows("/runs?is_live=true");
+  const training = [...(rows?.values() ?? [])].filter((row) => row.is_live).length;
   const { lines, errors, warnings } = check.document;
   const of = (level) => lines.filter((line) => line.level === level);
   const isOfRun = check.about.run !== null;
@@ -46,7 +49,8 @@ function Checklist({ check }) {
   return html`<section class=${`card verdict ${tone}`} aria-label="Result">
       <h2 class="headline">${headline}</h2>
       <p class="note">Checked ${moment(check.started)}${check.ended ? `, in ${duration(check.ended - check.started)}` : ""}</p>
-      ${errors + warnings === 0 && html`<p>All ${whole(lines.length)} lines are fine.</p>`}</section>
+      ${errors + warnings === 0 && html`<p>All ${whole(lines.length)} lines are fine.</p>`}
+      ${training > 0 && lines.some((line) => line.fix?.startsWith("close other programs")) && html`<p>${whole(training)} ${training === 1 ? "run trains" : "runs train"} now: part of what is in use is ${training === 1 ? "its" : "theirs"}.</p>`}</section>
     ${errors > 0 && html`<section class="card"><h2>Problems</h2>${of("error").map((line) => html`<${Line} line=${line} isOfRun=${isOfRun} tone="bad" />`)}</section>`}
     ${warnings > 0 && html`<section class="card"><h2>Warnings</h2>${of("warning").map((line) => html`<${Line} line=${line} isOfRun=${isOfRun} tone="warn" />`)}</section>`}
     ${of("ok").length > 0 && html`<section class="card"><details><summary>${count(of("ok").length, "line")} ${of("ok").length === 1 ? "is" : "are"} fine</summary>

@@ -3,8 +3,9 @@
 import { post, remove } from "./api.js";
 import { LoraFile } from "./lora_file.js";
 import { ToolDialog, ToolTasks } from "./lora_tools.js";
+import { OUTCOMES } from "./rows.js";
 import { PathField } from "./settings_form.js";
-import { Button, Dialog, Problems, Result, bytes, html, moment, score, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Problems, Result, Status, bytes, html, moment, score, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
 
 // The style of these pages alone; they are shown when it is there.
 await new Promise((done) => {
@@ -54,13 +55,15 @@ function List() {
     // A run writes each LoRA in two formats; one card stands for both.
     (row.format !== "diffusers" || !byId.has(row.other_format));
   const found = files.filter(fits).sort(SORTS[now.sort][1]);
+  const names = new Map(); // how many cards have it
+  for (const row of found) names.set(stemOf(row.name), (names.get(stemOf(row.name)) ?? 0) + 1);
   const values = (of) => [...new Set(files.map(of).filter(Boolean))].sort();
   const select = (label, name, all, options) => html`<select aria-label=${label} value=${now[name]} onChange=${(event) => { change({ [name]: event.target.value }); show(AT_ONCE); }}>
     <option value="">${all}</option>${options.map((each) => html`<option value=${each}>${each}</option>`)}</select>`;
   return html`
     <div class="head"><h1>Library</h1><span class="lead">${counted(found.length, "LoRA")}${document.pending ? `, ${counted(document.pending, "file")} to be read` : ""}</span>
       <div class="right"><${Button} onClick=${() => ask("extract")}>Extract from a model<//><${Button} onClick=${() => ask("folders")}>Folders<//></div></div>
-    <${ToolTasks} />
+    <${ToolTasks} lora=${null} />
     ${files.length > 0 && html`<div class="filters">
       <input type="search" aria-label="Search LoRAs" placeholder="Name, trigger word, base model" value=${now.text} onInput=${(event) => { change({ text: event.target.value }); show(AT_ONCE); }} />
       ${select("Family", "family", "all families", values((row) => (row.is_damaged ? null : (row.family ?? "unknown"))))}
@@ -71,7 +74,7 @@ function List() {
     ${!files.length && html`<div class="card empty"><h2>No LoRA is here yet</h2><p>Train one, or list a folder with files of any program.</p>
       <div class="row middle"><a class="button main" href="#/new">New run</a><${Button} onClick=${() => ask("folders")}>Add a folder<//></div></div>`}
     ${files.length > 0 && !found.length && html`<p class="lead">No LoRA fits these filters. <${Button} kind="small" onClick=${() => change({ ...START, chosen: now.chosen })}>Show all<//></p>`}
-    <ul class="shelf">${found.slice(0, most).map((row) => html`<li key=${row.id}><${Card} row=${row} isChosen=${now.chosen.includes(row.id)}
+    <ul class="shelf">${found.slice(0, most).map((row) => html`<li key=${row.id}><${Card} row=${row} isChosen=${now.chosen.includes(row.id)} isTwin=${row.from !== "run" && names.get(stemOf(row.name)) > 1}
       onChoose=${(is) => change({ chosen: is ? [...now.chosen, row.id] : now.chosen.filter((each) => each !== row.id) })} /></li>`)}</ul>
     ${found.length > most && html`<p><${Button} onClick=${() => show(most + 5 * AT_ONCE)}>Show more (${whole(found.length - most)})<//></p>`}
     ${chosen.length > 0 && html`<div class="chosen" role="region" aria-label="Selected LoRAs">
@@ -88,7 +91,7 @@ const counted = (number, what) => `${whole(number)} ${what}${number === 1 ? "" :
 
 const stemOf = (name) => name.replace(/(\.diffusers)?\.safetensors$/, "");
 
-function Card({ row, isChosen, onChoose }) {
+function Card({ row, isChosen, isTwin, onChoose }) {
   const name = stemOf(row.name);
   const facts = row.is_damaged ? [] : [row.family ?? "unknown family", row.kind, row.rank !== null && `rank ${whole(row.rank)}`];
   return html`<article class=${isChosen ? "lora is-chosen" : "lora"}>
@@ -101,7 +104,9 @@ function Card({ row, isChosen, onChoose }) {
         ? html`<span class="status bad">damaged</span> <span class="note">${row.problem}</span>`
         : row.is_pending
           ? html`<span class="note">${bytes(row.size)}, being read</span>`
-          : html`<span class="note">${facts.filter(Boolean).join(" · ")}</span>
+          : html`${row.outcome && html`<${Status} status=${row.outcome} words=${OUTCOMES[row.outcome]} />`}
+            ${isTwin && html`<span class="note long">${row.name}</span>`}
+            <span class="note">${facts.filter(Boolean).join(" · ")}</span>
             ${row.trigger && html`<span class="note">trigger word: ${row.trigger}</span>`}
             <span class="note">${row.step !== null ? `step ${whole(row.step)} of ${row.run_name}` : row.score !== null ? html`LoRA score <b>${score(row.score)}</b>` : row.from === "library" ? `from a tool, ${bytes(row.size)}` : moment(row.changed)}</span>`}
     </div></article>`;

@@ -2,9 +2,10 @@
 
 import { post, remove } from "./api.js";
 import { ToolDialog, ToolTasks } from "./lora_tools.js";
+import { OUTCOMES } from "./rows.js";
 import { SampleBox } from "./sample_box.js";
 import { TaskState, useTask } from "./task.js";
-import { Button, Dialog, Problems, Result, bytes, html, moment, score, shown, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Problems, Result, Status, bytes, html, moment, score, shown, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
 
 const TONES = { whole: "good", "in part": "warn", not: "bad", unknown: "" };
 const WORDS = { whole: "yes", "in part": "in part", not: "no", unknown: "not known" };
@@ -23,7 +24,7 @@ export function LoraFile({ id, onMerge }) {
           <${Button} disabled=${lora.kind !== "LoRA"} onClick=${() => ask("resize")}>Resize<//>
           <${Button} disabled=${lora.kind !== "LoRA"} onClick=${onMerge}>Merge with …<//>`}
         ${lora.can_delete && html`<${Button} kind="danger" onClick=${() => ask("delete")}>Delete<//>`}</div></div>
-    <${ToolTasks} lora=${id} />
+    <${ToolTasks} key=${id} lora=${id} />
     ${lora.is_damaged && html`<${Problems} title="This file is damaged" problems=${[{ message: lora.problem, fix: "Copy or download it again." }]} />`}
     <div class="columns">
       <div class="stack">${isWhole && html`<${SampleBox} lora=${lora} />`}<${Inspection} lora=${lora} /></div>
@@ -61,6 +62,7 @@ function Facts({ lora }) {
   return html`<section class="card first">
     ${lora.preview && html`<img class="portrait" src=${`${lora.preview}?width=768`} alt=${`an image with ${lora.name}`} />`}
     <h2>Facts</h2>
+    ${lora.outcome && html`<p><${Status} status=${lora.outcome} words=${OUTCOMES[lora.outcome]} /></p>`}
     <dl class="pairs">${rows.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}
       ${lora.run && html`<dt>run</dt><dd><a href=${`#/verdict/${encodeURIComponent(lora.run)}`}>Verdict of ${lora.run_name}</a>${lora.score !== null ? `, LoRA score ${score(lora.score)}` : ""}</dd>`}
       ${lora.other_format && html`<dt>other format</dt><dd><a href=${`#/library/${lora.other_format}`}>${lora.format === "diffusers" ? "kohya" : "diffusers"}</a></dd>`}</dl>

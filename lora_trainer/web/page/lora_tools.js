@@ -86,13 +86,21 @@ function Weight({ name, text, onChange }) {
     <input size="5" inputmode="decimal" value=${text} aria-label=${`Weight of ${name} as a number`} onInput=${(event) => onChange(event.target.value)} /></div>`;
 }
 
-// The newest tasks of the tools: those that run, and the results of a day. With `lora` those of this file alone.
+// The newest tasks of the tools: those that run, and the results of a day; of one file those about it. Another file that is
+// opened meanwhile ends the news: what had ended before a page was left is shown once.
+const told = new Map(); // ids of ended tasks, and the page that showed them
 export function ToolTasks({ lora }) {
   const [found, load] = useDocument("/tasks?kind=lora-tool");
+  const page = lora ?? "list";
+  const shows = (task) => !lora || task.about.loras.includes(lora) || task.about.lora === lora;
   useLive((message) => (message.reconnected || message.task?.kind === "lora-tool") && load());
+  useEffect(() => {
+    for (const task of found?.tasks ?? []) if (task.status !== "running" && shows(task)) told.set(task.id, told.get(task.id) ?? page);
+  }, [found, page]);
+  useEffect(() => () => told.forEach((where, id) => where === page && told.set(id, "gone")), [page]);
   const recent = (found?.tasks ?? [])
     .filter((task) => task.status === "running" || Date.now() / 1000 - task.ended < A_DAY)
-    .filter((task) => !lora || task.about.loras.includes(lora) || task.about.lora === lora)
+    .filter((task) => shows(task) && (task.status === "running" || (told.get(task.id) ?? page) === page))
     .slice(0, MOST_SHOWN);
   return recent.map((task) => html`<section class="card tool" key=${task.id}>
     <${TaskState} task=${task} onChange=${load} />

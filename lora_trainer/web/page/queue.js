@@ -1,14 +1,25 @@
 // The queue: jobs in order, the workers that train them, and a folder of datasets to add.
 
 import { post } from "./api.js";
+import { useRows } from "./rows.js";
 import { PathField } from "./settings_form.js";
 import { Button, Dialog, Field, Problems, Progress, Result, Status, duration, html, score, shown, typedNumber, useAction, useDocument, useLive, useState, whole } from "./ui.js";
+
+// The style of this page alone; it is shown when it is there.
+await new Promise((done) => {
+  const link = document.createElement("link");
+  Object.assign(link, { rel: "stylesheet", href: "queue.css", onload: done, onerror: done });
+  document.head.append(link);
+});
 
 const AT_ONCE = 200;
 
 export function Queue() {
   const [document, load, problems] = useDocument("/queue");
   const [live, setLive] = useState(null);
+  const [machine] = useDocument("/machine");
+  const [runs] = useRows("/runs?is_live=true");
+  const [asks, ask] = useState(null); // {title, words, yes}
   const [steps, setSteps] = useState({});
   const [isAdding, add] = useState(false);
   const [most, show] = useState(AT_ONCE);
@@ -25,42 +36,52 @@ export function Queue() {
   const change = (work) => action.act(async () => { const found = await work(); setLive(found); return found.messages?.join(" "); });
   const of = (job, what, body) => change(() => post(`/queue/${encodeURIComponent(job.name)}/${what}`, body));
   const waiting = queue.jobs.filter((job) => job.status === "waiting").length;
+  const hasGpu = !machine || machine.gpus.length > 0;
+  const training = [...(runs?.values() ?? [])].filter((row) => row.is_live).length;
+  const cancel = (job) => (job.status === "running"
+    ? ask({ title: `Cancel ${job.name}?`, words: "It trains now: its run is stopped.", yes: "Cancel the job", work: () => of(job, "cancel") })
+    : of(job, "cancel"));
+  const stop = () => change(() => post("/queue/stop"));
+  const askToStop = () => (queue.jobs.some((job) => job.status === "running") ? ask({ title: "Stop all workers?", words: "Jobs train now: their runs are stopped, too.", yes: "Stop them", work: stop }) : stop());
   const start = () => change(() => post("/queue/work", { workers: Math.max(1, typedNumber(workers) || 1), gpus: gpus.split(/[\s,;]+/).filter(Boolean).map(Number) }));
   return html`
-    <div class="head"><h1>Queue</h1><span class="lead">${whole(waiting)} waiting, ${whole(queue.workers.length)} workers${queue.together > 1 ? `, ${queue.together} LoRAs together on one base model` : ""}</span>
+    <div class="head"><h1>Queue</h1><span class="lead">${whole(waiting)} waiting, ${whole(queue.workers.length)} ${queue.workers.length === 1 ? "worker" : "workers"}${queue.together > 1 ? `, ${queue.together} LoRAs together on one base model` : ""}</span>
       <div class="right"><${Button} kind="main" onClick=${() => add(true)}>Add datasets<//></div></div>
     <section class="card"><h2>Workers</h2>
       <p class="about">Each worker trains one job after the other, and ends when none waits. They continue when the server ends.</p>
       ${queue.workers.length > 0 && html`<ul class="legend">${queue.workers.map((each) => html`<li>${each.name}<b>process ${each.pid}${each.gpu ? `, GPU ${each.gpu}` : ""}</b></li>`)}</ul>`}
       <div class="row">
         <label class="row">Workers <input inputmode="numeric" size="4" value=${workers} onInput=${(event) => setWorkers(event.target.value)} /></label>
-        <label class="row">GPUs <input size="10" placeholder="0, 1" value=${gpus} onInput=${(event) => setGpus(event.target.value)} /></label>
+        ${hasGpu ? html`<label class="row">GPUs <input size="10" placeholder="0, 1" value=${gpus} onInput=${(event) => setGpus(event.target.value)} /></label>` : html`<span class="note">no GPU here: CPU</span>`}
         <${Button} busy=${action.busy} disabled=${!waiting} onClick=${start}>Start workers<//>
-        ${queue.workers.length > 0 && html`<${Button} kind="danger" busy=${action.busy} onClick=${() => change(() => post("/queue/stop"))}>Stop all<//>`}
+        ${queue.workers.length > 0 && html`<${Button} kind="danger" busy=${action.busy} onClick=${askToStop}>Stop all<//>`}
       </div>
+      ${waiting > 0 && training > 0 && html`<p class="note">${whole(training)} ${training === 1 ? "run trains" : "runs train"} now: a worker shares the ${hasGpu ? "GPU" : "CPU"} with it, and both are slower.</p>`}
       <${Result} action=${action} /></section>
     ${queue.jobs.length
-      ? html`<section class="card table"><table>
+      ? html`<section class="card table jobs"><table>
         <thead><tr><th>job</th><th>status</th><th>progress</th><th class="number">LoRA score</th><th>priority</th><th>change</th></tr></thead>
-        <tbody>${queue.jobs.slice(0, most).map((job) => html`<${Job} key=${job.name} job=${{ ...job, ...pick(steps[job.id]) }} of=${of} busy=${action.busy} />`)}</tbody></table>
+        <tbody>${queue.jobs.slice(0, most).map((job) => html`<${Job} key=${job.name} job=${{ ...job, ...pick(steps[job.id]) }} of=${of} onCancel=${cancel} busy=${action.busy} />`)}</tbody></table>
         ${queue.jobs.length > most && html`<p><${Button} onClick=${() => show(most + AT_ONCE)}>Show more (${whole(queue.jobs.length - most)})<//></p>`}</section>`
       : html`<div class="card empty"><h2>No job waits</h2><p>Add a folder of dataset folders: each becomes a LoRA, one after the other.</p></div>`}
+    ${asks && html`<${Dialog} title=${asks.title} onClose=${() => ask(null)}><p>${asks.words}</p>
+      <div class="row"><${Button} kind="danger" onClick=${() => { ask(null); asks.work(); }}>${asks.yes}<//><${Button} onClick=${() => ask(null)}>Let it train<//></div><//>`}
     ${isAdding && html`<${AddJobs} together=${queue.together} onClose=${() => add(false)} onAdded=${(found) => { setLive(found); add(false); }} />`}`;
 }
 
 const pick = (row) => (row?.is_live ? { step: row.step, total: row.total, phase: row.phase } : {});
 
-function Job({ job, of, busy }) {
+function Job({ job, of, onCancel, busy }) {
   const isRunning = job.status === "running";
   const canCancel = isRunning || job.status === "waiting";
   return html`<tr>
-    <td>${job.step || !canCancel || isRunning ? html`<a href=${`#/run/${encodeURIComponent(job.id)}`}>${job.name}</a>` : job.name}<br /><span class="note">${job.data}</span></td>
+    <td>${job.step || !canCancel || isRunning ? html`<a href=${`#/run/${encodeURIComponent(job.id)}`}>${job.name}</a>` : job.name}<br /><span class="note place">${job.data}</span></td>
     <td><${Status} status=${job.status} /> ${job.reason && html`<span class="note">${job.reason}</span>`}</td>
     <td>${job.total ? html`<${Progress} step=${job.step} total=${job.total} label=${`progress of ${job.name}`} /><span class="note">${isRunning && job.phase ? `${job.phase}, ` : ""}step ${whole(job.step)} of ${whole(job.total)}</span>` : isRunning ? (job.phase ?? "starting") : ""}</td>
-    <td class="number">${score(job.scores?.lora ?? job.score ?? null)}</td>
-    <td><div class="row"><${Button} kind="small" aria-label=${`Raise the priority of ${job.name}`} disabled=${busy || job.status !== "waiting"} onClick=${() => of(job, "priority", { priority: job.priority + 1 })}>↑<//>
+    <td class="number" data-label="LoRA score">${score(job.scores?.lora ?? job.score ?? null)}</td>
+    <td data-label="priority"><div class="row"><${Button} kind="small" aria-label=${`Raise the priority of ${job.name}`} disabled=${busy || job.status !== "waiting"} onClick=${() => of(job, "priority", { priority: job.priority + 1 })}>↑<//>
       ${whole(job.priority)}<${Button} kind="small" aria-label=${`Lower the priority of ${job.name}`} disabled=${busy || job.status !== "waiting"} onClick=${() => of(job, "priority", { priority: job.priority - 1 })}>↓<//></div></td>
-    <td>${canCancel ? html`<${Button} kind="small danger" busy=${busy} onClick=${() => of(job, "cancel")} aria-label=${`Cancel ${job.name}`}>Cancel<//>` : job.status !== "done" && html`<${Button} kind="small" busy=${busy} onClick=${() => of(job, "retry")} aria-label=${`Retry ${job.name}`}>Retry<//>`}</td></tr>`;
+    <td>${canCancel ? html`<${Button} kind="small danger" busy=${busy} onClick=${() => onCancel(job)} aria-label=${`Cancel ${job.name}`}>Cancel<//>` : job.status !== "done" && html`<${Button} kind="small" busy=${busy} onClick=${() => of(job, "retry")} aria-label=${`Retry ${job.name}`}>Retry<//>`}</td></tr>`;
 }
 
 function AddJobs({ together, onClose, onAdded }) {

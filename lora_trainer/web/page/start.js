@@ -15,6 +15,7 @@ export function Start() {
   const [rows, count, problems] = useRows(`/runs?limit=${NEWEST}`);
   const [live, , liveProblems] = useRows("/runs?is_live=true");
   const tasks = useTasks();
+  const example = useAction();
   if (!rows || !live) return html`<h1>Start</h1><${Problems} problems=${[...problems, ...liveProblems].slice(0, 1)} />`;
   const running = [...live.values()].filter((row) => row.is_live).sort((a, b) => b.started - a.started);
   const ended = [...rows.values()].filter((row) => !row.is_live).sort((a, b) => (b.ended ?? 0) - (a.ended ?? 0));
@@ -22,8 +23,8 @@ export function Start() {
   const isNew = !count && !running.length;
   return html`
     <div class="head"><h1>Start</h1>
-      ${!isNew && html`<div class="right"><a class="button" href="#/runs">All runs</a><a class="button main" href="#/new">New run</a></div>`}</div>
-    <${Problems} problems=${problems} />
+      ${!isNew && html`<div class="right"><${Button} kind="small" busy=${example.busy} onClick=${() => example.act(trainExample)}>Train the built-in example<//><a class="button" href="#/runs">All runs</a><a class="button main" href="#/new">New run</a></div>`}</div>
+    <${Problems} problems=${problems} /><${Result} action=${example} />
     <div class="columns">
       <div class="stack">
         ${isNew && html`<${FirstStep} />`}
@@ -45,14 +46,15 @@ export function Start() {
     </div>`;
 }
 
+// What `lora-trainer demo` trains.
+const trainExample = async () => {
+  const run = await post("/runs", { presets: ["12gb"], command: "produce" });
+  location.hash = `#/run/${encodeURIComponent(run.id)}`;
+};
+
 function FirstStep() {
   const action = useAction();
-  // What `lora-trainer demo` trains.
-  const start = () =>
-    action.act(async () => {
-      const run = await post("/runs", { presets: ["12gb"], command: "produce" });
-      location.hash = `#/run/${encodeURIComponent(run.id)}`;
-    });
+  const start = () => action.act(trainExample);
   return html`<section class="card first">
     <h2>Nothing was trained yet</h2>
     <p>See a whole run first. The built-in example trains a small model on 24 images of a robot, in minutes, without a GPU and without a download.
