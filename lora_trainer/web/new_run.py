@@ -20,7 +20,7 @@ from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
 from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import can_be_emptied, is_a_list, read_toml, section_types, shown, without_empty
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.io import write_text
+from lora_trainer.core.io import write_json, write_text
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.imported import FORMATS, import_file
 from lora_trainer.importers.other_names import other_names
@@ -232,6 +232,7 @@ def start_run(asked: NewRun, state: State) -> Response:
             }
         run = id_of(state.output / name, state.output)
         config = write_config(state, run, values)
+        write_json(state.request_file(run), asked.model_dump(exclude={"when", "priority"}))
         chosen = [each for each in asked.presets if each not in saved(state)]
         if asked.when == "queue":
             add_jobs(

@@ -37,7 +37,7 @@ class RunRows:
             if child.command == "work" or folder is None or (folder / FILE).is_file():
                 continue
             is_live = child.is_alive
-            row = {"id": child.name, "name": folder.name, "is_live": is_live, "step": 0}
+            row = {"id": child.name, "name": folder.name, "is_live": is_live, "step": 0, "has_record": False}
             row |= {"folder": str(folder), "started": child.started, **unknown}
             row |= {"status": "starting" if is_live else "failed", "scores": {"dataset": None, "lora": None}}
             found.append({**row, "ended": None, "reason": None if is_live else self.children.last_words(child.name)})

@@ -15,9 +15,10 @@ from lora_trainer.batch.stores import holds_batch, store_of
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
-from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of
+from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of, text
 from lora_trainer.report.record import BEFORE_AFTER, read_record
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
@@ -63,18 +64,38 @@ def list_runs(
 def show_run(run: str, state: State) -> Response:
     """The document of `run.json`, how far the run is, and what it may be asked for."""
     starting = [row for row in state.run_rows.starting() if row["id"] == run]
+    folder = state.output if starting else folder_of(run, state.output)
+    asked = {"has_request": state.request_file(run).is_file()}
     if starting:
-        return JSON({**starting[0], "progress": None, "may": ["stop"] if starting[0]["is_live"] else ["delete"]})
-    folder = folder_of(run, state.output)
+        may = ["stop"] if starting[0]["is_live"] else ["delete"]
+        return JSON({**starting[0], **asked, "progress": None, "may": may})
     record, row = read_record(folder) or {}, state.runs.row(folder)
     resumes = keeps_state(record) and (folder / "config.toml").is_file()
-    trains = [] if record.get("training") else KINDS  # then its LoRA is exported and scored
+    # After its last step its LoRA is exported and scored: nothing reads requests.
+    trains = [] if record.get("training") or row["phase"] == "validating" else KINDS
     may = ["stop", *trains] if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
+    lora = text(mapping(record.get("files")).get("kohya"))
+    own["lora_url"] = file_url(run, lora) if lora and (folder / lora).is_file() else None
     if state.run_rows.is_starting_again(row):
         own |= {"status": "starting", "is_live": True, "may": ["stop"]}
     own["start_error"] = None if row["is_live"] else failed_start(state, run, row["ended"] or 0.0)
-    return JSON({**record, "name": row["name"], **own, "progress": progress_of(folder, row)})
+    return JSON({**record, "name": row["name"], **own, **asked, "progress": progress_of(folder, row)})
+
+
+@router.get("/runs/{run}/request")
+def show_request(run: str, state: State) -> Response:
+    """What a run that was started here was asked to be, as `POST /api/runs` takes it, to be asked for again."""
+    try:
+        found = read_json(state.request_file(run)) if path_of(run, state.output) is not None else None
+    except (OSError, ValueError):
+        found = None
+    if found is None:
+        raise Refusal(
+            404,
+            Problem(f"What {run[:100]} was asked to be is not known.", "See its settings; it was not started here."),
+        )
+    return JSON(found)
 
 
 def failed_start(state: ServerState, run: str, written: float) -> str | None:
@@ -106,11 +127,12 @@ def show_metrics(
 
 @router.get("/compare")
 def compare_runs(runs: str, state: State, points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 1000) -> Response:
-    """The metrics of several runs, named with commas."""
+    """The metrics of several runs, named with commas. Those that ended before they wrote anything are left out."""
     names = list(dict.fromkeys(name for name in runs.split(",") if name))
     if not 1 <= len(names) <= MOST_COMPARED:
         raise Refusal(422, Problem(f"{len(names)} runs are named.", f"Name 1 to {MOST_COMPARED}, with commas."))
-    folders = {name: folder_of(name, state.output) for name in names}
+    unwritten = {row["id"] for row in state.run_rows.starting()}
+    folders = {name: folder_of(name, state.output) for name in names if name not in unwritten}
     rows = [
         {"id": name, "name": folder.name, "metrics": state.metrics.document(folder, points=points)}
         for name, folder in folders.items()
@@ -258,6 +280,7 @@ def delete_run(run: str, state: State) -> Response:
     never_began = [row for row in state.run_rows.starting() if row["id"] == run and not row["is_live"]]
     if never_began and not Path(never_began[0]["folder"]).exists():
         state.children.forget(run)  # it never came to be a run
+        state.request_file(run).unlink(missing_ok=True)
         return JSON({"moved_to": None})
     folder = folder_of(run, state.output)
     if state.runs.is_live(folder):
@@ -266,4 +289,5 @@ def delete_run(run: str, state: State) -> Response:
     trash.parent.mkdir(parents=True, exist_ok=True)
     os.rename(folder, trash)
     state.children.forget(run)
+    state.request_file(run).unlink(missing_ok=True)
     return JSON({"moved_to": str(trash)})

@@ -64,6 +64,10 @@ class ServerState:
         """The server's own folder."""
         return self.output / OWN
 
+    def request_file(self, run: str) -> Path:
+        """Where the request of a run that was started here is kept, beside its config."""
+        return self.own / "configs" / f"{run}.json"
+
     @property
     def roots(self) -> tuple[Path, ...]:
         """The folders that may be read: those of the options, of the runs and of the datasets, and what is built in."""

@@ -25,8 +25,8 @@ def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
         return None if path is None else file_url(identity, path.relative_to(run.folder).as_posix())
 
     lora, verdict = run.part("lora"), verdict_of(run)
-    named = dict.fromkeys(name for each in mapping(run.record.get("files")).values() if (name := text(each)))
-    files = [run.folder / name for name in named if name != FILE]
+    named = {name: kind for kind, each in mapping(run.record.get("files")).items() if (name := text(each))}
+    files = [(kind, run.folder / name) for name, kind in named.items() if name != FILE]
     pairs = pairs_of([image for image in run.images if image.step is None])
     samples = [ShownGroup("before_after", "Without and with the LoRA", "", tuple(pairs))] if pairs else []
     found = {
@@ -73,8 +73,8 @@ def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
         "numbers": dict(mapping(lora.get("numbers"))),
         "cost": dict(mapping(lora.get("cost"))),
         "files": [
-            {"name": path.name, "size": path.stat().st_size, "url": file_url(identity, path.name)}
-            for path in files
+            {"name": path.name, "kind": kind, "size": path.stat().st_size, "url": file_url(identity, path.name)}
+            for kind, path in files
             if path.parent == run.folder and path.is_file()
         ],
     }

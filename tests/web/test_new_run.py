@@ -173,3 +173,27 @@ def test_a_process_is_known_by_its_number_and_start(tmp_path: Path) -> None:
         again.stop()
     with pytest.raises(Refusal, match="has just ended"):
         stop_process(os.getpid(), again.created)
+
+
+def test_what_a_run_was_asked_to_be_is_kept_for_the_next(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process fails before it writes anything: it can be asked for again, and comparisons leave it out."""
+    start = Children.start
+    monkeypatch.setattr(Children, "start", lambda self, name, _: start(self, name, ["train", "--nonsense"]))
+    state = state_of(client)
+    write_run(state.output / "written", steps=1)
+    sent = {"name": "robot one", "presets": ["12gb"], "settings": {"lora.rank": 4}, "command": "train"}
+    assert client.post("/api/runs", json=sent).status_code == 201
+    assert client.get("/api/runs/robot one").json()["has_request"]
+    state.children.wait("robot one", 60)
+    run = client.get("/api/runs/robot one").json()
+    assert (run["status"], run["has_record"], run["may"]) == ("failed", False, ["delete"])
+    assert "--nonsense" in run["reason"]
+    assert client.get("/api/runs/robot one/request").json() == {**sent, "model": None, "data": []}
+    for unknown in ("written", "nothing", "..", "x" * 5000):
+        assert client.get(f"/api/runs/{unknown}/request").status_code == 404
+    compared = client.get("/api/compare?runs=robot one,written").json()
+    assert [each["id"] for each in compared["runs"]] == ["written"]
+    assert client.delete("/api/runs/robot one").status_code == 200
+    assert client.get("/api/runs/robot one/request").status_code == 404

@@ -2,21 +2,23 @@
 
 import { get, post } from "./api.js";
 import { PathField, SettingsForm, belongsTo, textOf } from "./settings_form.js";
-import { Button, Dialog, Field, Problems, Result, bytes, duration, html, shown, useAction, useDocument, useEffect, useRef, useState, whole } from "./ui.js";
+import { Button, Dialog, Field, Problems, Result, bytes, duration, html, shown, useAction, useDocument, useEffect, useMemo, useRef, useState, whole } from "./ui.js";
+import { takeLike } from "./run_like.js";
 
 const PLAN_AFTER_MS = 150;
 
 export function NewRun({ id }) {
   const [schema, reloadSchema, loadProblems] = useDocument("/settings");
   const [machine] = useDocument("/machine");
-  const [model, setModel] = useState("");
-  const [data, setData] = useState([id ?? ""]); // of the address: images that another page names
-  const [tier, setTier] = useState("auto");
-  const [goal, setGoal] = useState("balanced");
-  const [more, setMore] = useState("");
-  const [settings, setSettings] = useState({});
-  const [name, setName] = useState("");
-  const [enforce, setEnforce] = useState(true);
+  const like = useMemo(() => (id === null ? takeLike() : {}), []); // the settings of another run
+  const [model, setModel] = useState(like.model ?? "");
+  const [data, setData] = useState(like.data ?? [id ?? ""]); // of the address: images that another page names
+  const [tier, setTier] = useState(like.tier ?? "auto");
+  const [goal, setGoal] = useState(like.goal ?? "balanced");
+  const [more, setMore] = useState(like.more ?? "");
+  const [settings, setSettings] = useState(like.settings ?? {});
+  const [name, setName] = useState(like.name ?? "");
+  const [enforce, setEnforce] = useState(like.enforce ?? true);
   const [opened, open] = useState(null);
   const [isMasked, setMasked] = useState(true);
   const action = useAction();

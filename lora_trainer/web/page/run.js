@@ -3,6 +3,7 @@
 import { post, remove } from "./api.js";
 import { Chart, smooth } from "./chart.js";
 import { leftOf } from "./rows.js";
+import { startLike } from "./run_like.js";
 import { SettingField, belongsTo } from "./settings_form.js";
 import {
   Button, Dialog, Field, FileList, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, useAction, useDocument,
@@ -58,45 +59,66 @@ export function Run({ id, rest }) {
     ["ETA", left === null ? "–" : duration(left)],
   ];
   const scores = run.scores ?? {};
+  const phase = run.is_live ? (row?.phase ?? progress.phase) : null;
+  const tabs = run.has_record === false ? ["Log"] : TABS; // it has written nothing else
+  const shownTab = tabs.includes(tab) ? tab : tabs[0];
   return html`
     <div class="head"><h1>${run.name}</h1><${Status} status=${run.is_live ? run.status : (run.outcome ?? run.status)} isLive=${run.is_live} />
-      <${Actions} run=${run} id=${id} onChange=${load} /></div>
+      <${Actions} run=${run} id=${id} phase=${phase} events=${news.events} onChange=${load} /></div>
     <${Problems} problems=${problems} />
     ${run.start_error && html`<${Problems} title="It was not resumed" problems=${[{ message: run.start_error, fix: "" }]} />`}
     ${run.reason && html`<p class="lead">${run.reason}</p>`}
-    <section class="card" aria-label="Progress">
+    ${(run.has_record !== false || run.is_live) && html`<section class="card" aria-label="Progress">
       <p class="note">${[run.is_live && progress.phase, run.model?.family, `started ${moment(run.started)}`].filter(Boolean).join(" · ")}</p>
-      <${Progress} step=${progress.step ?? 0} total=${progress.total} label="training progress" />
+      ${phase === "validating" ? html`<${Checking} id=${id} />` : html`<${Progress} step=${progress.step ?? 0} total=${progress.total} label="training progress" />`}
       <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
         ${scores.lora !== null && scores.lora !== undefined && html`<div><dt>LoRA score</dt><dd><a href=${`#/verdict/${encodeURIComponent(id)}`}>${score(scores.lora)}, verdict</a></dd></div>`}
       </dl>
-    </section>
+    </section>`}
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => {
-      const at = TABS.indexOf(tab);
-      const places = { ArrowRight: (at + 1) % TABS.length, ArrowLeft: (at + TABS.length - 1) % TABS.length, Home: 0, End: TABS.length - 1 };
-      const next = TABS[places[event.key]];
+      const at = tabs.indexOf(shownTab);
+      const places = { ArrowRight: (at + 1) % tabs.length, ArrowLeft: (at + tabs.length - 1) % tabs.length, Home: 0, End: tabs.length - 1 };
+      const next = tabs[places[event.key]];
       if (!next) return;
       event.preventDefault();
       open(next);
       document.getElementById(`tab-${next}`).focus();
     }}>
-      ${TABS.map((name) => html`<button type="button" role="tab" id=${`tab-${name}`} aria-controls="tab-content" aria-selected=${tab === name} tabindex=${tab === name ? 0 : -1} onClick=${() => open(name)}>${name}</button>`)}
+      ${tabs.map((name) => html`<button type="button" role="tab" id=${`tab-${name}`} aria-controls="tab-content" aria-selected=${shownTab === name} tabindex=${shownTab === name ? 0 : -1} onClick=${() => open(name)}>${name}</button>`)}
     </div>
-    <div role="tabpanel" id="tab-content" aria-labelledby=${`tab-${tab}`} class="stack">
-      ${tab === "Curves" && (run.status === "starting" ? html`<div class="card empty">The run begins.</div>` : html`<${Curves} id=${id} others=${rest} news=${news} again=${again} />`)}
-      ${tab === "Samples" && html`<${Samples} id=${id} again=${`${row?.preview} ${run.status}`} />`}
-      ${tab === "Log" && html`<${Log} id=${id} isLive=${run.is_live} />`}
-      ${tab === "Events" && html`<${Events} id=${id} news=${news.events} />`}
-      ${tab === "Settings" && html`<${Settings} id=${id} again=${run.status} />`}
-      ${tab === "Files" && html`<${Files} id=${id} folder=${run.folder} again=${run.status} />`}
+    <div role="tabpanel" id="tab-content" aria-labelledby=${`tab-${shownTab}`} class="stack">
+      ${shownTab === "Curves" && (run.status === "starting" ? html`<div class="card empty">The run begins.</div>` : html`<${Curves} id=${id} others=${rest} news=${news} again=${again} />`)}
+      ${shownTab === "Samples" && html`<${Samples} id=${id} again=${`${row?.preview} ${run.status}`} />`}
+      ${shownTab === "Log" && html`<${Log} id=${id} isLive=${run.is_live} />`}
+      ${shownTab === "Events" && html`<${Events} id=${id} news=${news.events} />`}
+      ${shownTab === "Settings" && html`<${Settings} id=${id} again=${run.status} />`}
+      ${shownTab === "Files" && html`<${Files} id=${id} folder=${run.folder} again=${run.status} />`}
     </div>`;
 }
 
-function Actions({ run, id, onChange }) {
+// After the last step there is no number that grows: the newest line of the log tells what is done.
+function Checking({ id }) {
+  const [again, tick] = useState(0);
+  const [log] = useDocument(path(id, "/log?tail=500"), [again]);
+  useEffect(() => {
+    const timer = setInterval(() => tick((number) => number + 1), 5000);
+    return () => clearInterval(timer);
+  }, []);
+  const line = log?.text.trim().split("\n").at(-1);
+  return html`<progress class="progress" aria-label="checks the LoRA"></progress>
+    <p class="about">checks the LoRA: takes a few minutes</p>${line && html`<p class="note cut">${line}</p>`}`;
+}
+
+function Actions({ run, id, phase, events, onChange }) {
   const action = useAction();
+  // What was said is old news once the run has gone on.
+  useEffect(action.clear, [run.status, run.is_live, phase]);
+  useEffect(() => action.message === DONE && action.clear(), [events]);
   const [asks, ask] = useState(null);
   const may = new Set(run.may);
-  const DONE = "It is done after the step that is computed now; Events will show it.";
+  const isScored = !run.is_live && typeof run.scores?.lora === "number";
+  const isTrained = run.status === "done" && run.progress?.total && run.progress.step >= run.progress.total;
+  const resume = isTrained ? "Train further" : "Resume";
   const request = (body) =>
     action.act(async () => {
       await post(path(id, "/requests"), body);
@@ -107,14 +129,19 @@ function Actions({ run, id, onChange }) {
       ${may.has("prompts") && html`<${Button} onClick=${() => ask("prompts")}>Change prompts<//>`}
       ${may.has("save") && html`<${Button} onClick=${() => request({ do: "save" })} busy=${action.busy}>Save now<//>`}
       ${may.has("stop") && html`<${Button} kind="danger" busy=${action.busy} onClick=${() => action.act(async () => { const { message } = await post(path(id, "/stop")); onChange(); return message; })}>Stop<//>`}
-      ${may.has("resume") && html`<${Button} kind="main" onClick=${() => ask("resume")}>Resume<//>`}
+      ${isScored && html`<a class="button main" href=${`#/verdict/${encodeURIComponent(id)}`}>Verdict</a>`}
+      ${!run.is_live && run.lora_url && html`<a class="button" href=${run.lora_url} download>Download LoRA</a>`}
+      ${may.has("resume") && html`<${Button} kind=${isScored || isTrained ? "" : "main"} onClick=${() => ask("resume")}>${resume}<//>`}
+      ${!run.is_live && run.has_request && html`<${Button} kind=${run.has_record === false ? "main" : ""} busy=${action.busy} onClick=${() => action.act(() => startLike(run, id))}>${run.has_record === false ? "Try again with these settings" : "Start another like this"}<//>`}
       ${may.has("delete") && html`<${Button} kind="danger" onClick=${() => ask("delete")}>Delete<//>`}
     </div>
     ${(action.problems.length > 0 || action.message) && html`<div class="grow"><${Result} action=${action} /></div>`}
-    ${asks === "prompts" && html`<${Prompts} id=${id} onClose=${() => ask(null)} onSent=${() => { ask(null); action.act(async () => DONE); }} />`}
-    ${asks === "resume" && html`<${Resume} id=${id} onClose=${() => ask(null)} onDone=${onChange} />`}
+    ${asks === "prompts" && html`<${Prompts} run=${run} id=${id} onClose=${() => ask(null)} onSent=${() => { ask(null); action.act(async () => DONE); }} />`}
+    ${asks === "resume" && html`<${Resume} id=${id} isTrained=${isTrained} onClose=${() => ask(null)} onDone=${onChange} />`}
     ${asks === "delete" && html`<${Delete} run=${run} id=${id} onClose=${() => ask(null)} />`}`;
 }
+
+const DONE = "It is done after the step that is computed now; Events will show it.";
 
 function Delete({ run, id, onClose }) {
   const action = useAction();
@@ -124,8 +151,14 @@ function Delete({ run, id, onClose }) {
     <${Button} onClick=${onClose}>Keep<//></div><${Result} action=${action} /><//>`;
 }
 
-function Prompts({ id, onClose, onSent }) {
-  const [text, set] = useState("");
+// Filled with those of now: of the newest samples, as they may have been changed, else of the settings.
+function Prompts({ run, id, onClose, onSent }) {
+  const [typed, set] = useState(null);
+  const [made] = useDocument(path(id, "/samples"));
+  const images = (made?.samples ?? []).filter((each) => each.step !== null);
+  const newest = Math.max(...images.map((each) => each.step));
+  const drawn = [...new Set(images.filter((each) => each.step === newest).map((each) => each.prompt))];
+  const text = typed ?? (drawn.length ? drawn : (run.config?.sample?.prompts ?? [])).join("\n");
   const action = useAction();
   const prompts = text.split("\n").map((line) => line.trim()).filter(Boolean);
   return html`<${Dialog} title="Change the prompts of samples" onClose=${onClose}>
@@ -139,7 +172,7 @@ function Prompts({ id, onClose, onSent }) {
 // The settings that may change, each with the field of the schema: choices, switches and limits.
 const AT_ONCE = 12;
 
-function Resume({ id, onClose, onDone }) {
+function Resume({ id, isTrained, onClose, onDone }) {
   const [own, , ownProblems] = useDocument(path(id, "/settings"));
   const [schema, , schemaProblems] = useDocument("/settings");
   const [changed, change] = useState({});
@@ -170,8 +203,8 @@ function Resume({ id, onClose, onDone }) {
     });
   const elsewhere = action.problems.filter((each) => !visible.some(({ setting }) => belongsTo(each, setting.name)));
   const problems = [...ownProblems, ...schemaProblems];
-  return html`<${Dialog} title="Resume" onClose=${onClose}>
-    <p class="lead">Training continues from the newest checkpoint.${own && schema ? ` ${whole(rows.length)} settings may change.` : ""}</p>
+  return html`<${Dialog} title=${isTrained ? "Train further" : "Resume"} onClose=${onClose}>
+    <p class="lead">Training continues from the newest checkpoint.${isTrained ? " All steps are trained: set a higher train.max_steps." : ""}${own && schema ? ` ${whole(rows.length)} settings may change.` : ""}</p>
     <${Problems} title=${problems.length ? "The settings were not loaded; the run can be resumed as it is" : undefined} problems=${problems.slice(0, 1)} />
     ${own && schema && html`<${Field} label="Find a setting to change" about="By name or description, for example max_steps or checkpoint">${(field) => html`<input id=${field} type="search" value=${text} onInput=${(event) => search(event.target.value)} />`}<//>
     ${words.length > 0 && !found.length && html`<p class="about">No other setting that may change has this in its name or description.</p>`}
@@ -218,7 +251,7 @@ function Curves({ id, others: first, news, again }) {
   if (!series) return html`<${Problems} problems=${problems} />`;
   if (!own.steps.length && !own.validation.length) return html`<div class="card empty">No step was trained yet.</div>`;
   const has = (name) => series[name].some((each) => each.points.some(([, value]) => value !== null));
-  const known = (list?.runs ?? []).filter((each) => each.id !== id);
+  const known = (list?.runs ?? []).filter((each) => each.id !== id && each.has_record !== false);
   return html`
     <section class="card">
       <div class="head"><h2>Loss</h2><div class="right row">
@@ -286,7 +319,7 @@ function Samples({ id, again }) {
     <div class="images">${now.map((image) => html`<figure key=${`${image.prompt} ${image.seed} ${image.strength}`}>
       <div class="pair">${base(image) && html`<a href=${base(image).url} target="_blank" rel="noopener"><img src=${`${base(image).url}?width=512`} alt=${`base model: ${image.prompt}`} /></a>`}
         <a href=${image.url} target="_blank" rel="noopener"><img src=${`${image.url}?width=512`} alt=${`${image.is_base ? "base model" : "with the LoRA"}: ${image.prompt}`} /></a></div>
-      <figcaption>${image.is_base ? "base model: " : base(image) ? "base model, with the LoRA: " : ""}${image.prompt}${image.seed !== null ? `, seed ${image.seed}` : ""}${image.strength !== null && image.strength !== 1 ? `, strength ${shown(image.strength)}` : ""}</figcaption>
+      <figcaption>${image.is_base ? "base model: " : base(image) ? "left: base model, right: with the LoRA: " : ""}${image.prompt}${image.seed !== null ? `, seed ${image.seed}` : ""}${image.strength !== null && image.strength !== 1 ? `, strength ${shown(image.strength)}` : ""}</figcaption>
     </figure>`)}</div></section>`;
 }
 

@@ -230,6 +230,8 @@ export function Dialog({ title, onClose, isBusy = false, children }) {
   return html`<dialog ref=${place} aria-label=${title} onClose=${onClose} onCancel=${(event) => isBusy && event.preventDefault()}><h2>${title}</h2>${children}</dialog>`;
 }
 
+const READERS = { kohya: "for ComfyUI, Forge, A1111", diffusers: "for diffusers" };
+
 export function FileList({ files }) {
-  return html`<ul class="runs">${files.map((file) => html`<li class="row"><a href=${file.url} download>${file.name}</a><span class="note">${bytes(file.size)}</span></li>`)}</ul>`;
+  return html`<ul class="runs">${files.map((file) => html`<li class="row"><a href=${file.url} download>${file.name}</a><span class="note">${[READERS[file.kind], bytes(file.size)].filter(Boolean).join(", ")}</span></li>`)}</ul>`;
 }

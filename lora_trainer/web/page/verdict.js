@@ -72,7 +72,7 @@ function Finding({ finding }) {
 function Evidence({ group }) {
   return html`<section class="card"><h2>${group.heading}</h2>${group.about && html`<p class="about">${group.about}</p>`}
     <div class="images">${group.pairs.map((pair) => html`<figure><div class="pair">${pair.sides.filter((side) => side.url).map((side) => html`<a href=${side.url} target="_blank" rel="noopener"><img loading="lazy" src=${`${side.url}?width=384`} alt=${`${side.label}: ${pair.prompt ?? ""}`} /></a>`)}</div>
-      <figcaption>${pair.sides.map((side) => side.label).join(", ")}${pair.prompt ? `: ${pair.prompt}` : ""}${pair.seed !== null && pair.seed !== undefined ? `, seed ${pair.seed}` : ""}${typeof pair.about === "string" && pair.about ? ` · ${pair.about}` : ""}</figcaption></figure>`)}</div></section>`;
+      <figcaption>${pair.sides.length === 2 && pair.sides.every((side) => side.url) ? `left: ${pair.sides[0].label}, right: ${pair.sides[1].label}` : pair.sides.map((side) => side.label).join(", ")}${pair.prompt ? `: ${pair.prompt}` : ""}${pair.seed !== null && pair.seed !== undefined ? `, seed ${pair.seed}` : ""}${typeof pair.about === "string" && pair.about ? ` · ${pair.about}` : ""}</figcaption></figure>`)}</div></section>`;
 }
 
 // One strength at a time: the slider goes through the drawn ones, so every image is real.
