@@ -200,7 +200,7 @@ def test_a_deleted_run_is_in_the_trash(client: TestClient, tmp_path: Path) -> No
 
 
 def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "now", status="running", started=3000.0)
+    folder = write_run(tmp_path / "now", status="running", started=3000.0, arithmetic={"total": 90})
     assert get(client, "/api/runs")["runs"][0]["is_live"] is False  # it was killed
     assert get(client, "/api/runs?is_live=true") == {"runs": [], "count": 0}
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder / ".lock")], stdout=subprocess.PIPE, text=True)
@@ -222,6 +222,8 @@ def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_
         (folder / "requests" / "2.json").rename(folder / "requests" / "done" / "2.json")  # answered
         assert server.post("/api/runs/now/requests", json={"do": "save"}).json()["number"] == 3
         assert json.loads((folder / "requests" / "3.json").read_text("utf-8")) == {"do": "save"}
+        (folder / "metrics.jsonl").write_text('{"step": 90, "loss": 1.0}\n', encoding="utf-8")
+        assert get(server, "/api/runs/now")["may"] == ["stop"]  # its LoRA is checked: nothing reads requests
         assert server.post("/api/runs/now/stop").status_code == 200
         assert process.wait(10) == -15
     finally:
