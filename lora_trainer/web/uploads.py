@@ -84,9 +84,10 @@ def new_dataset(sent: NewDataset, state: State) -> Response:
 def show_source(asked: Annotated[Named, Query()], state: State) -> Response:
     """How a new run names the dataset, so that masks beside its images count: `data` and `settings` of `POST /api/runs`."""
     path = readable(asked.path, state)
-    masks = counted_images(path, MOST_LOOKED_AT)["masks"] if path.is_dir() else 0
+    found = counted_images(path, MOST_LOOKED_AT) if path.is_dir() else {"masks": 0, "images": 0}
+    masks = found["masks"]
     settings = {"data.sources": [{"path": str(path), "masks": str(path)}]} if masks else {}
-    return JSON({"masks": masks, "data": [] if masks else [str(path)], "settings": settings})
+    return JSON({"masks": masks, "images": found["images"], "data": [] if masks else [str(path)], "settings": settings})
 
 
 @router.put("/file", status_code=201)

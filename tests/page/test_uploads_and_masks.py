@@ -220,6 +220,16 @@ def test_a_mask_is_drawn_and_changed(tmp_path: Path, size: str) -> None:
         browser.until(lambda: Image.open(saved).getpixel((90, 300)) == 255, "it is turned over")
         with Image.open(saved) as mask:
             assert [mask.getpixel((round(x * 901), 300)) for x in (0.3, 0.5)] == [0, 255]
+        browser.open(f"new/{quote(str(own), safe='')}")
+        browser.wait_for("Use the mask of 1 image", 60)
+        browser.wait_for(f"{own} (masks)", 60)
+        assert browser.overflow() <= 0
+        (own / "plain.png").write_bytes(image(across=902, down=600))
+        browser.driver.refresh()
+        browser.wait_for("1 of 2 images has a mask. The other one would be trained in full", 60)
+        assert not browser.element("//label[contains(., 'Use the mask of 1 image')]/input").is_selected()
+        open_dataset(browser, own, "photo.png")
+        open_image(browser, "photo.png")
         browser.click("Change the mask")
         browser.click("Remove the mask")
         browser.until(lambda: not saved.exists(), "it is removed")

@@ -485,12 +485,12 @@ def test_a_new_run_uses_the_masks(client: TestClient, own: Path) -> None:
     put(client, own, "in/second.png", PNG)
     asked = {"path": str(own)}
     plain = client.get("/api/datasets/source", params=asked).json()
-    assert plain == {"masks": 0, "data": [str(own)], "settings": {}}
+    assert plain == {"masks": 0, "images": 2, "data": [str(own)], "settings": {}}
     client.post("/api/datasets/read", json=asked)
     names_of(client, own)
     assert put(client, own, "in/second.png", mask((320, 240)), what="mask").status_code == 200
     found = client.get("/api/datasets/source", params=asked).json()
-    assert (found["masks"], found["data"]) == (1, [])
+    assert (found["masks"], found["images"], found["data"]) == (1, 2, [])
     layer = Layer("page", {"data": {"sources": found["settings"]["data.sources"]}})
     manifest, findings = list_data(settle([], [layer], say=lambda line: None).config)
     masks = {each.path.name: each.mask and each.mask.path for each in manifest.samples}

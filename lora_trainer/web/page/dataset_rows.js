@@ -1,7 +1,7 @@
 // The rows of a dataset as they are needed: pages of them are fetched where the grid is, and again when something changed.
 
 import { ApiError, get } from "./api.js";
-import { useCallback, useEffect, useRef, useState } from "./ui.js";
+import { useCallback, useEffect, useRef, useState, whole } from "./ui.js";
 
 const PAGE = 100;
 const MOST_PAGES = 40;
@@ -12,6 +12,10 @@ export function imageUrl(path, row, width) {
   const asked = { path, name: row.name, ...(width ? { width } : {}), ...(row.content && width ? { content: row.content } : {}) };
   return `/api/datasets/image?${new URLSearchParams(asked)}`;
 }
+
+// What is said where only a part of the images has a mask.
+export const fewMasks = (masks, without) =>
+  `${whole(masks)} of ${whole(masks + without)} images ${masks === 1 ? "has a mask" : "have a mask"}. The other ${without === 1 ? "one" : whole(without)} would be trained in full, and the dataset check counts ${without === 1 ? "it as a missing mask" : "them as missing masks"}.`;
 
 const queryOf = (path, asked) => {
   const found = new URLSearchParams({ path });

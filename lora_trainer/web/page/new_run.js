@@ -1,6 +1,7 @@
 // A new run: base model, data, presets, every setting; and its plan, before anything is trained.
 
 import { get, post } from "./api.js";
+import { fewMasks } from "./dataset_rows.js";
 import { PathField, SettingsForm, belongsTo, textOf } from "./settings_form.js";
 import { Button, Dialog, Field, Problems, Result, bytes, duration, html, shown, useAction, useDocument, useEffect, useMemo, useRef, useState, whole } from "./ui.js";
 import { takeLike } from "./run_like.js";
@@ -20,7 +21,7 @@ export function NewRun({ id }) {
   const [name, setName] = useState(like.name ?? "");
   const [enforce, setEnforce] = useState(like.enforce ?? true);
   const [opened, open] = useState(null);
-  const [isMasked, setMasked] = useState(true);
+  const [isMasked, setMasked] = useState(null); // null: by default only where every image has a mask
   const action = useAction();
   const presets = [tier, goal, more].filter(Boolean);
   const sources = data.map((each) => each.trim()).filter(Boolean);
@@ -30,14 +31,17 @@ export function NewRun({ id }) {
     return () => clearTimeout(timer);
   }, [data.join("\n")]);
   // Masks beside the images count where the source names them.
+  const masked = (counts) => sources.map((path) => counts[path]).filter((each) => each?.masks > 0);
+  const usesMasks = (counts) => masked(counts).length > 0 && (isMasked ?? masked(counts).every((each) => each.masks >= each.images));
   const askedWith = (counts) => {
-    const withMasks = isMasked && sources.some((path) => counts[path]);
-    const tables = sources.map((path) => (counts[path] ? { path, masks: path } : { path }));
+    const withMasks = usesMasks(counts);
+    const tables = sources.map((path) => (counts[path]?.masks ? { path, masks: path } : { path }));
     const own = { model: model.trim() || null, presets };
     return withMasks ? { ...own, data: [], settings: { ...settings, "data.sources": tables } } : { ...own, data: sources, settings };
   };
   const asked = askedWith(masks);
-  const maskCount = sources.reduce((sum, path) => sum + (masks[path] ?? 0), 0);
+  const maskCount = masked(masks).reduce((sum, each) => sum + each.masks, 0);
+  const without = masked(masks).reduce((sum, each) => sum + Math.max(0, each.images - each.masks), 0);
   const [plan, problems, isBusy] = usePlan(asked);
   useEffect(action.clear, [JSON.stringify(asked)]); // what was refused was something else
   const change = (setting, value) =>
@@ -72,7 +76,8 @@ export function NewRun({ id }) {
             value=${model} kinds=${["model folder", "model"]} problems=${all.filter((each) => belongsTo(each, "model.path"))} onChange=${setModel} />
           ${data.map((source, at) => html`<${PathField} key=${at} label=${data.length > 1 ? `Images ${at + 1}` : "Images"} about=${at ? "" : "A folder of images with captions, or a .tar, .parquet, .jsonl, .csv or kohya's .toml file. Empty: the built-in dataset."}
             value=${source} kinds=${["folder", "data"]} problems=${at ? [] : all.filter((each) => belongsTo(each, "data.sources"))} onChange=${(value) => setData(data.map((each, number) => (number === at ? value : each)))} />`)}
-          ${maskCount > 0 && html`<label class="row"><input type="checkbox" checked=${isMasked} onChange=${(event) => setMasked(event.target.checked)} /> ${maskCount === 1 ? "Use the mask of 1 image: only what is painted counts" : `Use the masks of ${whole(maskCount)} images: only what is painted counts`}</label><p></p>`}
+          ${maskCount > 0 && html`<label class="row"><input type="checkbox" checked=${usesMasks(masks)} onChange=${(event) => setMasked(event.target.checked)} /> ${maskCount === 1 ? "Use the mask of 1 image: only what is painted counts" : `Use the masks of ${whole(maskCount)} images: only what is painted counts`}</label>
+            <p class="about">${without > 0 && fewMasks(maskCount, without)}</p>`}
           <div class="row"><${Button} kind="small" onClick=${() => setData([...data, ""])}>Add another dataset<//>
             ${data.length > 1 && html`<${Button} kind="small" onClick=${() => setData(data.slice(0, -1))}>Remove the last<//>`}</div>
           <p></p>
@@ -109,7 +114,7 @@ export function NewRun({ id }) {
         </section>
         ${plan && html`<section class="card"><h2>Changed from the presets</h2>
           ${plan.differences.length
-            ? html`<ul class="legend">${plan.differences.map((each) => html`<li><span>${each.name}</span><b>${textOf(each.value) || "(empty)"}</b> <span class="note">instead of ${textOf(each.preset) || "(empty)"}</span></li>`)}</ul>
+            ? html`<ul class="legend changed">${plan.differences.map((each) => html`<li><span>${each.name}</span><b>${shortOf(each.name, each.value) || "(empty)"}</b> <span class="note">instead of ${shortOf(each.name, each.preset) || "(empty)"}</span></li>`)}</ul>
               <p><${Button} kind="small" onClick=${() => open("save")}>Save as preset<//> <${Button} kind="small" onClick=${() => setSettings({})}>Take all back<//></p>`
             : html`<p class="about">Nothing.</p>`}
           ${plan.notes.map((each) => html`<p class="note">${each}</p>`)}</section>`}
@@ -119,14 +124,24 @@ export function NewRun({ id }) {
     ${opened === "save" && html`<${SavePreset} settings=${settings} onClose=${() => open(null)} onSaved=${(saved) => { setMore(saved); setSettings({}); reloadSchema(); open(null); }} />`}`;
 }
 
-// How many masks lie beside the images of each source by its path, as far as it is known; and what asks for more.
+// Sources as their paths, and what else they name in a word; other values as text.
+const shortOf = (name, value) =>
+  name === "data.sources" && Array.isArray(value)
+    ? value.map((each) => {
+        const { path, ...more } = typeof each === "string" ? { path: each } : each;
+        const named = Object.entries(more).map(([key, own]) => (key === "masks" || key === "captions_file" || key === "control_images" ? key.replaceAll("_", " ") : `${key.replaceAll("_", " ")} ${textOf(own)}`));
+        return named.length ? `${path} (${named.join(", ")})` : path;
+      }).join(", ")
+    : textOf(value);
+
+// How many images and masks beside them each source has by its path, as far as it is known; and what asks for more.
 function useMasks() {
   const [known, set] = useState({});
   const newest = useRef(known);
   const masksOf = async (paths, isAnew = false) => {
     for (const path of paths.filter((each) => isAnew || !(each in newest.current))) {
-      const masks = await get(`/datasets/source?path=${encodeURIComponent(path)}`).then((found) => found.masks, () => 0);
-      newest.current = { ...newest.current, [path]: masks };
+      const found = await get(`/datasets/source?path=${encodeURIComponent(path)}`).catch(() => ({ masks: 0, images: 0 }));
+      newest.current = { ...newest.current, [path]: found };
     }
     set(newest.current);
     return newest.current;
