@@ -450,6 +450,7 @@ class DatasetIndex:
             "captions": origins,
             "notes": json.loads(self.fact("notes") or "[]"),
             "left_out": int(self.fact("left_out") or 0),
+            "masks": self.file.execute("SELECT count(*) FROM images WHERE mask IS NOT NULL").fetchone()[0],
         }
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.core.bounded import TextError, decode
 from lora_trainer.core.errors import Problem
 from lora_trainer.data.sources.texts import tidy
@@ -26,6 +27,7 @@ from lora_trainer.web.datasets import (
     WAITED_SECONDS,
     Filter,
     Named,
+    SizesOf,
     editable,
     index_of,
     journal_state,
@@ -73,11 +75,8 @@ class NewCopy(Named):
     name: str = Field(pattern=NAME)
 
 
-class Check(Named):
+class Check(SizesOf):
     """A dataset, and what it is checked for."""
-
-    family: str | None = Field(None, max_length=40, pattern=r"^\w+$")
-    resolution: Annotated[int, Field(ge=16, le=8192)] | None = None
 
 
 class AutoCaption(Named):
@@ -288,12 +287,17 @@ def check_dataset_of(sent: Check, state: State) -> Response:
     """`check` as a task. Its findings are shown at the images once it has ended."""
     path = readable(sent.path, state)
     refuse_links(path, state)
-    arguments = ["check", str(path), "--json", "--offline"]
-    if sent.family not in (None, BUILTIN):
-        arguments += ["--set", f"model.family={sent.family}"]
-    if sent.resolution is not None:
-        arguments += ["--set", f"data.resolution={sent.resolution}"]
-    about = {"dataset": str(path), "family": sent.family, "resolution": sent.resolution}
+    family, index = sent.family_for(path), index_of(path, state)
+    with index.lock:
+        resolution = index.framed(family, sent.resolution).resolution
+    arguments, asked = ["check", str(path), "--json", "--offline"], sent.resolution
+    if family != BUILTIN:
+        arguments += ["--set", f"model.family={family}"]
+    elif path != DATA_FOLDER:  # `check` knows the built-in model's own resolution only with the built-in images
+        asked = resolution
+    if asked is not None:
+        arguments += ["--set", f"data.resolution={asked}"]
+    about = {"dataset": str(path), "family": family, "resolution": resolution}
     return JSON(state.tasks.start(CHECKED, f"Check of {path.name}", arguments, about), 202)
 
 

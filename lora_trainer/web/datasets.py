@@ -52,21 +52,13 @@ router = APIRouter(prefix="/api/datasets", default_response_class=JSON)
 PathText = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class Filter(BaseModel):
-    """Which images of which dataset, and the sizes that they are seen at."""
+class SizesOf(BaseModel):
+    """A dataset, and the sizes that its images are seen at."""
 
     model_config = ConfigDict(extra="forbid")
     path: PathText
-    search: str = Field("", max_length=1000)
-    tag: str = Field("", max_length=1000)
-    finding: str = Field("", max_length=100)
-    bucket: str = Field("", max_length=40)
     family: str | None = Field(None, max_length=40)
     resolution: Annotated[int, Field(ge=16, le=8192)] | None = None
-
-    def wanted(self, names: list[str] | None = None) -> WantedImages:
-        chosen = None if names is None else tuple(names)
-        return WantedImages(self.search.strip(), self.tag.strip(), self.finding, self.bucket, chosen)
 
     def family_for(self, path: Path) -> str:
         """The family that the buckets are of. Raises Refusal for one that there is not."""
@@ -74,6 +66,19 @@ class Filter(BaseModel):
         if family != BUILTIN and family not in FAMILIES:
             raise Refusal(422, Problem(f"{family} is no family of models.", "GET /api/datasets lists them."))
         return family
+
+
+class Filter(SizesOf):
+    """Which images of which dataset, and the sizes that they are seen at."""
+
+    search: str = Field("", max_length=1000)
+    tag: str = Field("", max_length=1000)
+    finding: str = Field("", max_length=100)
+    bucket: str = Field("", max_length=40)
+
+    def wanted(self, names: list[str] | None = None) -> WantedImages:
+        chosen = None if names is None else tuple(names)
+        return WantedImages(self.search.strip(), self.tag.strip(), self.finding, self.bucket, chosen)
 
 
 class ImageRows(Filter):
@@ -242,12 +247,14 @@ def sources_of_run(folder: Path) -> tuple[str, ...]:
 def list_images(asked: Annotated[ImageRows, Query()], state: State) -> Response:
     """A page of images with captions, crops and findings, and what the dataset is as a whole.
 
-    202 and `reading` where its list is not there yet. `version` rises with every change.
+    202 and `reading` where its list is not there yet; `is_empty` where nothing is in it yet. `version` rises with every
+    change.
     """
     path = readable(asked.path, state)
     index, family = index_of(path, state), asked.family_for(path)
-    if is_editable(path, state) and not any(not name.startswith(".") for name in os.listdir(path)):
-        raise Refusal(422, Problem(f"{path.name} has no images yet.", "Add files, or drop them here."))
+    # Captions may come before the images that they belong to.
+    if is_editable(path, state) and all(name.startswith(".") or name.endswith(".txt") for name in os.listdir(path)):
+        return JSON({"path": str(path), "is_empty": True})
     index.settle(WAITED_SECONDS)
     with index.lock:
         reading = None if index.reading is None else {"done": index.reading.done, "total": index.reading.total}

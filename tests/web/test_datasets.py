@@ -442,6 +442,40 @@ def test_a_check_puts_its_findings_at_the_images(client: TestClient, own: Path) 
         client.delete("/api/tasks/900")
 
 
+@pytest.mark.parametrize(
+    ("asked", "family", "resolution", "settings"),
+    [
+        ({}, "sd15", 512, ["model.family=sd15"]),
+        ({"family": "sdxl"}, "sdxl", 1024, ["model.family=sdxl"]),
+        ({"family": "sdxl", "resolution": 768}, "sdxl", 768, ["model.family=sdxl", "data.resolution=768"]),
+        ({"family": "builtin"}, "builtin", 128, ["data.resolution=128"]),
+    ],
+)
+def test_a_check_is_for_what_is_chosen(
+    client: TestClient,
+    own: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+    family: str,
+    resolution: int,
+    settings: list[str],
+) -> None:
+    captions_of(client, own)
+    started = []
+
+    def start(kind: str, title: str, arguments: list[str], about: dict[str, Any]) -> dict[str, Any]:
+        started.append((arguments, about))
+        return {}
+
+    monkeypatch.setattr(app_of(client).state.server.tasks, "start", start)
+    assert client.post("/api/datasets/check", json={"path": str(own), **asked}).status_code == 202
+    [(arguments, about)] = started
+    assert [each for each in arguments if "." in each and "=" in each] == settings
+    assert (about["family"], about["resolution"]) == (family, resolution)
+    seen = images_of(client, own, **asked)
+    assert (seen["family"], seen["resolution"]) == (family, resolution)
+
+
 def test_the_list_names_what_is_here(client: TestClient, place: Path) -> None:
     found = client.get("/api/datasets").json()
     row = next(each for each in found["datasets"] if each["name"] == "own")

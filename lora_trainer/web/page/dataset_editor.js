@@ -35,6 +35,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
     if (at?.name === opened.name && at.caption !== base && text === base) {
       setText(at.caption);
       setBase(at.caption);
+      setState((before) => (before.words === "Saved" ? { ...before, words: "" } : before));
     }
   }, [at?.caption, at?.name]);
   const stored = useRef(base); // as of the last save, whatever was drawn since
@@ -114,7 +115,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
       <${Button} kind="small" title="Alt+Down" disabled=${opened.index + 1 >= rows.document.total} onClick=${() => move(1)}>Next<//>
       <span class="note">${whole(opened.index + 1)} of ${whole(rows.document.total)}</span>
       <${Button} kind="small" onClick=${close}>Close<//></div>
-    <div class="editor-image"><a href=${imageUrl(path, row)} target="_blank" rel="noopener" aria-label=${`Open ${row.name} in full`}><${Framed} path=${path} row=${row} width=${LARGE} isCropped=${isCropped} /></a></div>
+    <div class="editor-image"><a href=${imageUrl(path, row)} target="_blank" rel="noopener" aria-label=${`Open ${row.name} in full`}><${Framed} path=${path} row=${row} width=${LARGE} isCropped=${isCropped} masked=${row.has_mask ? rows.document.version : null} /></a></div>
     <div class="row"><h2>${row.name}</h2>${isEditable && row.width && html`<${Button} kind="small" onClick=${() => onMask(row)}>${row.has_mask ? "Change the mask" : "Draw a mask"}<//>`}</div>
     <label class="editor-label" for=${id}>Caption</label>
     <textarea id=${id} ref=${area} value=${text} readonly=${!isEditable} spellcheck=${true} onInput=${(event) => setText(event.target.value)} onBlur=${() => state.theirs || save()}></textarea>
@@ -128,7 +129,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
     ${findings.length > 0 && html`<ul class="editor-findings">${findings.map((each) => html`<li><span class=${`badge ${each.severity}`}>${each.severity}</span> ${each.message} <span class="note">${each.fix}</span></li>`)}</ul>`}
     <dl class="editor-facts"><div><dt>Size</dt><dd>${row.width ? `${row.width} × ${row.height}` : "–"}</dd></div><div><dt>Bucket</dt><dd>${row.bucket ?? "–"}</dd></div>
       <div><dt>Repeats</dt><dd>${row.repeats}</dd></div><div><dt>Caption from</dt><dd>${row.caption_file ?? ORIGINS[row.origin]}</dd></div>
-      ${row.controls > 0 && html`<div><dt>Control images</dt><dd>${row.controls}</dd></div>`}${row.has_mask && html`<div><dt>Mask</dt><dd>yes</dd></div>`}</dl></aside>`;
+      ${row.controls > 0 && html`<div><dt>Control images</dt><dd>${row.controls}</dd></div>`}${row.has_mask && html`<div><dt>Mask</dt><dd>what is painted counts</dd></div>`}</dl></aside>`;
 }
 
 function Tags({ tags, known, isEditable, onRemove, onAdd }) {

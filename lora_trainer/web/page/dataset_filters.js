@@ -31,7 +31,7 @@ function Search({ value, onChange }) {
     const timer = setTimeout(() => onChange((sent.current = text)), SEARCH_AFTER_MS);
     return () => clearTimeout(timer);
   }, [text]);
-  return html`<input type="search" aria-label="Search captions and names" placeholder="Search captions and names" value=${text} onInput=${(event) => set(event.target.value)} />`;
+  return html`<input type="search" aria-label="Search captions and names" placeholder="Search" value=${text} onInput=${(event) => set(event.target.value)} />`;
 }
 
 function Findings({ findings, check, value, onChange }) {

@@ -70,13 +70,15 @@ function Badges({ row }) {
   return badges.length ? html`<span class="badges">${badges}</span>` : null;
 }
 
-// An image in its own shape; what training cuts away is dimmed.
-export function Framed({ path, row, width, isCropped, isLazy = false }) {
+// An image in its own shape; what training cuts away is dimmed, and so is what its mask leaves out where it is `masked`:
+// the version of the list, so that a mask that was changed is loaded again.
+export function Framed({ path, row, width, isCropped, isLazy = false, masked = null }) {
   const shape = row.width && row.height ? row.width / row.height : 1;
   const [left, top, across, down] = row.crop ?? [0, 0, 1, 1];
   const isCut = isCropped && row.crop && (across < 0.999 || down < 0.999);
   const percent = (value) => `${(100 * value).toFixed(3)}%`;
   return html`<span class=${shape >= 1 ? "frame wide" : "frame tall"} style=${{ aspectRatio: String(shape), "--shape": shape }}>
     ${row.width ? html`<img src=${imageUrl(path, row, width)} alt="" loading=${isLazy ? "lazy" : undefined} decoding="async" draggable=${false} />` : html`<span class="broken">cannot be read</span>`}
+    ${masked !== null && html`<img class="mask-of" src=${`${imageUrl(path, { name: row.name }, width)}&what=mask&content=${masked}`} alt="" />`}
     ${isCut && html`<i class="crop" style=${{ left: percent(left), top: percent(top), width: percent(across), height: percent(down) }}></i>`}</span>`;
 }

@@ -25,7 +25,7 @@ const queryOf = (path, asked) => {
 
 // `asked` are filters, sort and sizes. While others are loaded the earlier ones stay.
 export function useRows(path, asked) {
-  const [state, set] = useState({ document: null, reading: null, problems: [] });
+  const [state, set] = useState({ document: null, reading: null, isEmpty: false, problems: [] });
   const [, again] = useState(0);
   const query = queryOf(path, asked);
   const store = useRef(null);
@@ -46,7 +46,7 @@ export function useRows(path, asked) {
       const found = await get(`/datasets/images?${own.query}&offset=${page * PAGE}&limit=${limit}`);
       if (store.current !== own) return;
       if (found.version === undefined) {
-        set((before) => ({ ...before, reading: found.reading ?? { done: 0, total: 0 }, problems: [] }));
+        set((before) => ({ ...before, isEmpty: found.is_empty ?? false, reading: found.is_empty ? null : (found.reading ?? { done: 0, total: 0 }), problems: [] }));
         return;
       }
       own.before = null;
@@ -58,7 +58,7 @@ export function useRows(path, asked) {
       const isNew = own.version !== found.version;
       own.version = found.version;
       const { rows, ...rest } = found;
-      set({ document: rest, reading: found.reading, problems: [] });
+      set({ document: rest, reading: found.reading, isEmpty: false, problems: [] });
       if (isNew) {
         if (limit) own.waiting.delete(page);
         await need(...own.range);

@@ -5,7 +5,7 @@ import { CopyDialog, AutoCaptionDialog, EDITS, EditDialog } from "./dataset_dial
 import { Editor } from "./dataset_editor.js";
 import { Filters } from "./dataset_filters.js";
 import { ImageGrid } from "./dataset_grid.js";
-import { imageUrl, useRows } from "./dataset_rows.js";
+import { fewMasks, imageUrl, useRows } from "./dataset_rows.js";
 import { PathField } from "./settings_form.js";
 import { TaskState, useTask } from "./task.js";
 import { AddFiles, NewDataset, Uploads } from "./upload.js";
@@ -123,9 +123,9 @@ function Dataset({ path }) {
   if (!document_) {
     const { reading } = rows;
     const own = known?.datasets.find((each) => each.path === path);
-    const isEmpty = own && rows.problems.length > 0 && !own.images;
+    const isEmpty = rows.isEmpty || (own && rows.problems.length > 0 && !own.images);
     if (isEmpty) {
-      return html`<div class="head"><div><p class="crumb"><a href="#/datasets">Datasets</a></p><h1>${own.name}</h1></div></div>
+      return html`<div class="head"><div><p class="crumb"><a href="#/datasets">Datasets</a></p><h1>${path.split("/").pop()}</h1></div></div>
         <${Uploads} path=${path} onDone=${rows.reload} />
         <div class="card empty"><p>No images yet. Drop them here, with their captions as .txt files.</p><${AddFiles} path=${path} kind="main" /></div>`;
     }
@@ -186,7 +186,7 @@ function Dataset({ path }) {
     ${isEditable && html`<${Uploads} path=${path} onDone=${rows.reload} />`}
     ${Object.entries(tasks).map(([kind, each]) => html`<${TaskState} key=${kind} task=${each.seen} onChange=${each.load} />`)}
     ${["copy", "clean"].map((kind) => tasks[kind].isNew && tasks[kind].task.document && html`<p class="done">${tasks[kind].task.title}: done. <a href=${addressOf(tasks[kind].task.about.target)}>Open ${tasks[kind].task.about.name}</a></p>`)}
-    ${document_.check && html`<${CheckResult} check=${document_.check} onLook=${() => change({ finding: "any" })} />`}
+    ${document_.check && html`<${CheckResult} check=${document_.check} seen=${document_} onLook=${() => change({ finding: "any" })} />`}
     ${document_.left_out > 0 && html`<p class="note">${whole(document_.left_out)} files lead out of the folders that this server may read, and are not shown.</p>`}
     <div class=${opened && !narrow ? "dataset-columns with-editor" : "dataset-columns"}>
       <${Filters} document=${document_} filter=${filter} change=${change} narrow=${narrow} whom=${selected.size ? whom : null} onTag=${isEditable ? applyEdit : null} />
@@ -235,9 +235,15 @@ function Resolution({ value, now, onChange }) {
   return html`<label class="row">Resolution <input size="5" inputmode="numeric" placeholder=${now} value=${text} onInput=${(event) => set(event.target.value)} onBlur=${take} onKeyDown=${(event) => event.key === "Enter" && take()} /></label>`;
 }
 
-function CheckResult({ check, onLook }) {
+// `seen` is the dataset for the model and the resolution that are chosen now.
+function CheckResult({ check, seen, onLook }) {
+  const { family, resolution } = check.about;
+  const isOther = family && resolution && (family !== seen.family || resolution !== seen.resolution);
+  const without = seen.count - seen.masks;
   return html`<div class=${`card check ${check.passed ? "good" : "bad"}`}>
-    <p><b>Checked: score ${score(check.score)}</b> (minimum ${score(check.gate)}), ${check.passed ? "passes" : "refused"}${check.about.resolution ? `, at ${check.about.resolution} px` : ""}
+    <p><b>Checked: score ${score(check.score)}</b> (minimum ${score(check.gate)}), ${check.passed ? "passes" : "refused"}${family ? `, for ${family}` : ""}${resolution ? ` at ${resolution} px` : ""}
       <${Button} kind="small" onClick=${onLook}>Images with findings<//></p>
+    ${isOther && html`<p>You have chosen ${seen.family} at ${seen.resolution} px since: check again for these.</p>`}
+    ${seen.masks > 0 && without > 0 && html`<p class="about">With masks: ${fewMasks(seen.masks, without)}</p>`}
     ${check.refusals.length > 0 && html`<${Problems} problems=${check.refusals} />`}</div>`;
 }
