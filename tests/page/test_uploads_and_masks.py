@@ -222,7 +222,7 @@ def test_a_mask_is_drawn_and_changed(tmp_path: Path, size: str) -> None:
             assert [mask.getpixel((round(x * 901), 300)) for x in (0.3, 0.5)] == [0, 255]
         browser.open(f"new/{quote(str(own), safe='')}")
         browser.wait_for("Use the mask of 1 image", 60)
-        browser.wait_for(f"{own} (masks)", 60)
+        browser.wait_for("own (masks)", 20)
         assert browser.overflow() <= 0
         (own / "plain.png").write_bytes(image(across=902, down=600))
         browser.driver.refresh()

@@ -129,7 +129,7 @@ const shortOf = (name, value) =>
   name === "data.sources" && Array.isArray(value)
     ? value.map((each) => {
         const { path, ...more } = typeof each === "string" ? { path: each } : each;
-        const named = Object.entries(more).map(([key, own]) => (key === "masks" || key === "captions_file" || key === "control_images" ? key.replaceAll("_", " ") : `${key.replaceAll("_", " ")} ${textOf(own)}`));
+        const named = Object.entries(more).filter(([key, own]) => textOf(own) && own !== false && !(key === "loss_weight" && own === 1)).map(([key, own]) => (key === "masks" || key === "captions_file" || key === "control_images" ? key.replaceAll("_", " ") : `${key.replaceAll("_", " ")} ${textOf(own)}`));
         return named.length ? `${path} (${named.join(", ")})` : path;
       }).join(", ")
     : textOf(value);
