@@ -17,6 +17,9 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
   // A filter may have lost the image by its new caption: it stays until the next one is opened.
   if (at?.name === opened.name) last.current = at;
   const row = last.current?.name === opened.name ? last.current : at;
+  // The mask is loaded again only with a new row: one from before it was removed would ask for what is gone.
+  const fresh = useRef({});
+  if (fresh.current.at !== at) fresh.current = { at, version: rows.document.version };
   const [text, setText] = useState(row?.caption ?? "");
   const [base, setBase] = useState(row?.caption ?? "");
   const [state, setState] = useState({ words: "", problems: [], theirs: null });
@@ -115,7 +118,7 @@ export function Editor({ handle, path, rows, opened, open, isEditable, isCropped
       <${Button} kind="small" title="Alt+Down" disabled=${opened.index + 1 >= rows.document.total} onClick=${() => move(1)}>Next<//>
       <span class="note">${whole(opened.index + 1)} of ${whole(rows.document.total)}</span>
       <${Button} kind="small" onClick=${close}>Close<//></div>
-    <div class="editor-image"><a href=${imageUrl(path, row)} target="_blank" rel="noopener" aria-label=${`Open ${row.name} in full`}><${Framed} path=${path} row=${row} width=${LARGE} isCropped=${isCropped} masked=${row.has_mask ? rows.document.version : null} /></a></div>
+    <div class="editor-image"><a href=${imageUrl(path, row)} target="_blank" rel="noopener" aria-label=${`Open ${row.name} in full`}><${Framed} path=${path} row=${row} width=${LARGE} isCropped=${isCropped} masked=${row.has_mask ? fresh.current.version : null} /></a></div>
     <div class="row"><h2>${row.name}</h2>${isEditable && row.width && html`<${Button} kind="small" onClick=${() => onMask(row)}>${row.has_mask ? "Change the mask" : "Draw a mask"}<//>`}</div>
     <label class="editor-label" for=${id}>Caption</label>
     <textarea id=${id} ref=${area} value=${text} readonly=${!isEditable} spellcheck=${true} onInput=${(event) => setText(event.target.value)} onBlur=${() => state.theirs || save()}></textarea>
