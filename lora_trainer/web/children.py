@@ -121,13 +121,10 @@ class Children:
     def last_words(self, name: str) -> str | None:
         """What the log of an ended process says of an error, else its last line; None without a log."""
         try:
-            with open(self.log(name), "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_END))
-                lines = printable_lines(file.read().decode("utf-8", "replace").strip()).splitlines()
+            text, _ = read_end(self.log(name), LOG_END)
         except OSError:
             return None
-        first = next((at for at, line in enumerate(lines) if line.startswith("error:")), len(lines) - 1)
-        return " ".join(line.strip() for line in lines[first:]) or None
+        return error_among(printable_lines(text.strip()).splitlines()) or None
 
     def _read(self, name: str) -> Child | None:
         path = self._started / f"{name}.json"
@@ -141,6 +138,20 @@ class Children:
             return None
         self._kept[name] = (stamp, child)
         return child
+
+
+def read_end(path: Path, tail: int) -> tuple[str, int]:
+    """The last `tail` bytes of a log as text, and its size in bytes. Raises OSError."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - tail))
+        return file.read().decode("utf-8", "replace"), size
+
+
+def error_among(lines: Sequence[str]) -> str:
+    """What the end of a log says of an error, in one line; without one its last line."""
+    first = next((at for at, line in enumerate(lines) if line.startswith("error:")), len(lines) - 1)
+    return " ".join(line.strip() for line in lines[first:])
 
 
 def is_running(pid: int, started: float) -> bool:

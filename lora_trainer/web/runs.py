@@ -22,7 +22,7 @@ from lora_trainer.report.read import images_in, keeps_state, mapping, number, re
 from lora_trainer.report.record import BEFORE_AFTER, read_record
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
-from lora_trainer.web.children import stop_process
+from lora_trainer.web.children import read_end, stop_process
 from lora_trainer.web.run_list import file_url, folder_of, path_of
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.served_files import WIDTHS, answer_with, inside, thumbnail
@@ -153,10 +153,7 @@ def show_log(run: str, state: State, tail: Annotated[int, Query(ge=1, le=MOST_LO
     folder = state.output if run in starting else folder_of(run, state.output)
     for path in (folder / CONSOLE, state.children.log(run)):
         try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - tail))
-                text = file.read().decode("utf-8", "replace")
+            text, size = read_end(path, tail)
         except OSError:
             continue
         return JSON({"text": printable_lines(text.replace("\r\n", "\n")), "size": size, "file": str(path)})

@@ -24,7 +24,7 @@ from fastapi import APIRouter, Query, Request, Response
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, Problem
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.web.children import is_running, stop_process
+from lora_trainer.web.children import error_among, is_running, read_end, stop_process
 from lora_trainer.web.run_list import process_start
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.task_process import DOCUMENT, END, LOG
@@ -120,11 +120,16 @@ class TaskList:
 
     def row(self, task: str) -> dict[str, Any]:
         """The row of a task. Raises Refusal where there is none."""
+        missing = Refusal(404, Problem(f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
+        if not task.isdecimal():
+            raise missing
         with self._lock:
-            found = next((row for row in self._rows() if row["id"] == task), None)
-        if found is None:
-            raise Refusal(404, Problem(f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
-        return found
+            try:
+                return self._read(task)
+            except (OSError, ValueError, TypeError):
+                raise missing from None
+            finally:
+                self._reap()
 
     def document(self, task: str) -> Any:
         """What `--json` of an ended command printed; None where that is no document. Raises Refusal for no task."""
@@ -162,10 +167,16 @@ class TaskList:
         found = []
         for name in self._names():
             with contextlib.suppress(OSError, ValueError, TypeError):  # its start was not whole
-                found.append(self._ended.get(name) or self._row(StartedTask(**read_json(self.folder / name / TASK))))
+                found.append(self._read(name))
+        self._reap()
+        return found
+
+    def _reap(self) -> None:
         for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
             del self._own[pid]  # and no zombie stays
-        return found
+
+    def _read(self, name: str) -> dict[str, Any]:
+        return self._ended.get(name) or self._row(StartedTask(**read_json(self.folder / name / TASK)))
 
     def _row(self, task: StartedTask) -> dict[str, Any]:
         place = self.folder / task.id
@@ -179,8 +190,7 @@ class TaskList:
         if is_alive:
             status = "running"
         words = end_of(place / LOG, LAST_LINE).strip().splitlines()
-        first = next((at for at, line in enumerate(words) if line.startswith("error:")), len(words) - 1)
-        last = " ".join(line.strip() for line in words[first:]) if status == "failed" else (words or [""])[-1]
+        last = error_among(words) if status == "failed" else (words or [""])[-1]
         row = {**asdict(task), "arguments": list(task.arguments), **end, "status": status, "last_line": last[:1000]}
         if status != "running":
             self._ended[task.id] = row
@@ -195,9 +205,7 @@ class TaskList:
 def end_of(path: Path, tail: int) -> str:
     """The last bytes of a text file; nothing where there is none."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
-            text = file.read().decode("utf-8", "replace")
+        text, _ = read_end(path, tail)
     except OSError:
         return ""
     return printable_lines(text.replace("\r\n", "\n").replace("\r", "\n"))
