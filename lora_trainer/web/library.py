@@ -24,9 +24,9 @@ from lora_trainer.web.lora_tools import KIND as TOOL
 from lora_trainer.web.lora_tools import AskedTool, name_of_model, named_model, start_tool
 from lora_trainer.web.safety import JSON, Refusal, allowed
 from lora_trainer.web.sample_sheets import (
+    SHEETS,
     AskedSheet,
     folder_of_sheet,
-    folders_of,
     image_of,
     sheet_document,
     sheet_previews,
@@ -34,6 +34,7 @@ from lora_trainer.web.sample_sheets import (
 )
 from lora_trainer.web.served_files import WIDTHS, answer_with, thumbnail
 from lora_trainer.web.server_state import ServerState, State
+from lora_trainer.web.tasks import numbered_folders
 
 INSPECTION = "lora-inspect"  # the kind of the tasks
 Width = Annotated[int | None, Query(ge=WIDTHS[0], le=WIDTHS[1])]
@@ -94,7 +95,7 @@ def run_tool(asked: AskedTool, state: State) -> Response:
 @router.get("/sheets")
 def list_sheets(state: State, lora: str | None = None) -> Response:
     """Sheets of images, newest first, as far as they are generated."""
-    found = [sheet_document(folder, state) for folder in folders_of(state)]
+    found = [sheet_document(folder, state) for folder in numbered_folders(state.own / SHEETS)]
     return JSON({"sheets": [each for each in found if lora in (None, each["lora"])]})
 
 

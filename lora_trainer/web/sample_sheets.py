@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -23,9 +22,10 @@ from lora_trainer.web.lora_tools import name_of_model, named_model
 from lora_trainer.web.run_list import folder_of
 from lora_trainer.web.safety import Refusal
 from lora_trainer.web.server_state import ServerState
+from lora_trainer.web.tasks import numbered_folders
 
 KIND = "sample"  # of the tasks
-SHEET = "sheet.json"
+SHEET, SHEETS = "sheet.json", "sheets"
 MOST_SHEETS, MOST_IMAGES = 40, 256
 LARGEST_SIDE = 4096
 Prompt = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=4000)]
@@ -119,27 +119,18 @@ def own_model(row: Mapping[str, Any], state: ServerState) -> str | None:
 
 def new_folder(state: ServerState) -> Path:
     """The folder of a new sheet. The oldest ones are deleted, unless they are being generated."""
-    place = state.own / "sheets"
-    known = folders_of(state)
+    known = numbered_folders(state.own / SHEETS)
     for folder in known[MOST_SHEETS - 1 :]:
         if sheet_document(folder, state)["status"] != "running":
             shutil.rmtree(folder, ignore_errors=True)
-    folder = place / str(1 + max((int(each.name) for each in known), default=0))
+    folder = state.own / SHEETS / str(1 + max((int(each.name) for each in known), default=0))
     folder.mkdir(parents=True)
     return folder
 
 
-def folders_of(state: ServerState) -> list[Path]:
-    """The folders of the sheets, newest first."""
-    with contextlib.suppress(FileNotFoundError):
-        names = sorted((name for name in os.listdir(state.own / "sheets") if name.isdecimal()), key=int, reverse=True)
-        return [state.own / "sheets" / name for name in names]
-    return []
-
-
 def folder_of_sheet(sheet: str, state: ServerState) -> Path:
     """The folder of a sheet. Raises Refusal where there is none."""
-    found = next((each for each in folders_of(state) if each.name == sheet), None)
+    found = next((each for each in numbered_folders(state.own / SHEETS) if each.name == sheet), None)
     if found is None or not (found / SHEET).is_file():
         raise Refusal(404, Problem(f"There is no sheet {sheet[:100]}.", "GET /api/loras/sheets lists them."))
     return found
@@ -201,7 +192,7 @@ def image_of(sheet: str, row: int, column: int, state: ServerState) -> Path:
 def sheet_previews(state: ServerState) -> dict[str, str]:
     """For each LoRA with a sheet the address of an image with it: of the newest sheet, at the strength next to 1."""
     found: dict[str, str] = {}
-    for folder in folders_of(state):
+    for folder in numbered_folders(state.own / SHEETS):
         document = sheet_document(folder, state)
         order = sorted(range(1, len(document["columns"])), key=lambda at: abs(document["columns"][at] - 1.0))
         urls = [row["urls"][at] for row in document["rows"][:1] for at in order[:1]]

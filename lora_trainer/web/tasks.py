@@ -80,7 +80,7 @@ class TaskList:
                 raise Refusal(409, Problem(f"{MOST_RUNNING} tasks run already.", fix))
             for row in rows[MOST_KEPT - 1 :]:
                 self._remove(row)
-            number = 1 + max(map(int, self._names()), default=0)
+            number = 1 + max((int(each.name) for each in numbered_folders(self.folder)), default=0)
             place = self.folder / str(number)
             place.mkdir(parents=True)
             process = subprocess.Popen(
@@ -158,16 +158,11 @@ class TaskList:
         with self._lock:
             self._remove(row)
 
-    def _names(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):
-            return sorted((each for each in os.listdir(self.folder) if each.isdecimal()), key=int, reverse=True)
-        return []
-
     def _rows(self) -> list[dict[str, Any]]:
         found = []
-        for name in self._names():
+        for folder in numbered_folders(self.folder):
             with contextlib.suppress(OSError, ValueError, TypeError):  # its start was not whole
-                found.append(self._read(name))
+                found.append(self._read(folder.name))
         self._reap()
         return found
 
@@ -200,6 +195,14 @@ class TaskList:
         if row["status"] != "running":
             self._ended.pop(row["id"], None)
             shutil.rmtree(self.folder / row["id"], ignore_errors=True)
+
+
+def numbered_folders(place: Path) -> list[Path]:
+    """What has a number for its name in a folder, the highest first; nothing where there is no folder."""
+    with contextlib.suppress(FileNotFoundError):
+        names = sorted((each for each in os.listdir(place) if each.isdecimal()), key=int, reverse=True)
+        return [place / name for name in names]
+    return []
 
 
 def end_of(path: Path, tail: int) -> str:
