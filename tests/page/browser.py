@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,18 @@ class Browser:
         """Pixels that the page is wider than the screen."""
         found: int = self.driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
         return found
+
+    def show_in(self, scheme: str) -> None:
+        """Show pages in `light` or `dark`."""
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+    def barriers(self) -> list[tuple[str, str]]:
+        """What axe finds on the page: contrast, names, roles, order of headings."""
+        axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
+        self.driver.execute_script((Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8"))
+        found = self.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
+        return [(each["id"], each["nodes"][0]["html"]) for each in found]
 
     def loaded(self) -> list[str]:
         """Addresses of everything that the page has fetched."""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.page.browser import SIZES, Browser, browsing, skip_without_browser
+from tests.page.browser import Browser, browsing
 from tests.web.test_serve import served
 
 pytestmark = [
@@ -22,16 +22,6 @@ pytestmark = [
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
 MANY = 3000
 MOST_NODES = 6000  # of the whole page; a tile has 12
-
-
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
-
-
-@pytest.fixture(params=SIZES)
-def size(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def write_images(folder: Path, captions: dict[str, str | None]) -> Path:
@@ -123,19 +113,14 @@ def test_captions_are_edited_and_taken_back(tmp_path: Path, size: str) -> None:
 
 def test_no_page_of_datasets_has_a_barrier(tmp_path: Path, size: str) -> None:
     """By axe, in light and dark: contrast, names, roles, order of headings."""
-    axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
-    script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
     own = write_images(tmp_path / "datasets" / "own", {"a": "sks, cat, red", "b": "dog", "c": None})
     with page_of(tmp_path, size) as browser:
 
         def look(where: str) -> None:
-            browser.driver.execute_script(script)
-            found = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
-            assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], where
+            assert browser.barriers() == [], where
 
         for scheme in ("light", "dark"):
-            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.show_in(scheme)
             browser.open("datasets")
             browser.wait_for("own")
             look(f"list, {scheme}")

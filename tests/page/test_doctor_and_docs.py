@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.browser import PATIENCE, SIZES, Browser, browsing, skip_without_browser
+from tests.page.browser import PATIENCE, Browser, browsing
 from tests.web.site import write_run
 from tests.web.test_serve import served
 
@@ -35,21 +35,6 @@ nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x20
 COPIED = "window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text); };"
 
 
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
-
-
-@pytest.fixture(params=SIZES)
-def size(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 def heading_on_screen(browser: Browser, text: str) -> bool:
     """Whether a heading is below the bar and in the upper half of the screen, with the focus."""
     script = (
@@ -58,19 +43,6 @@ def heading_on_screen(browser: Browser, text: str) -> bool:
         " && top >= 50 && top < window.innerHeight / 2"
     )
     return bool(browser.driver.execute_script(script, text))
-
-
-def scheme(browser: Browser, name: str) -> None:
-    media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-
-
-def barriers(browser: Browser) -> list[tuple[str, str]]:
-    """What axe finds."""
-    axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
-    browser.driver.execute_script((Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8"))
-    found = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
-    return [(each["id"], each["nodes"][0]["html"]) for each in found]
 
 
 def test_docs_are_read_searched_and_copied(runs: Path, size: str) -> None:
@@ -132,7 +104,7 @@ def test_no_page_of_the_docs_has_a_barrier_or_is_too_wide(runs: Path, size: str)
     """Those with the widest tables and the longest lines; of all others the links are tested in tests/web."""
     with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
         for color in ("light", "dark"):
-            scheme(browser, color)
+            browser.show_in(color)
             for page, words in {
                 "index": "make demo",
                 "config": "Every setting",
@@ -144,11 +116,11 @@ def test_no_page_of_the_docs_has_a_barrier_or_is_too_wide(runs: Path, size: str)
                 browser.open(f"docs/{page}")
                 browser.wait_for(words)
                 assert browser.overflow() <= 0, page
-                assert barriers(browser) == [], (color, page)
+                assert browser.barriers() == [], (color, page)
         browser.type("Search the docs", "memory")
         browser.wait_for("the best first")
         assert browser.overflow() <= 0
-        assert barriers(browser) == []
+        assert browser.barriers() == []
         assert browser.complaints() == []
 
 
@@ -177,12 +149,12 @@ def test_this_machine_and_a_run_are_checked(runs: Path, size: str) -> None:
         assert command.startswith("lora-trainer train --config")
         assert command.endswith("--resume")
         for color in ("light", "dark"):
-            scheme(browser, color)
+            browser.show_in(color)
             for page, words in {"doctor": "lines are fine", "doctor/dog": "1 problem"}.items():
                 browser.open(page)
                 browser.wait_for(words)
                 assert browser.overflow() <= 0
-                assert barriers(browser) == [], (color, page)
+                assert browser.barriers() == [], (color, page)
         assert browser.complaints() == []
         assert [each for each in browser.loaded() if not each.startswith(address)] == []
         browser.open("doctor/none")
@@ -205,7 +177,7 @@ def test_gpus_are_shown_as_they_are_now(runs: Path, tmp_path: Path, size: str) -
         assert "torch " in report
         assert "GPUs: NVIDIA GeForce RTX 4090, 24 GiB" in report
         assert browser.overflow() <= 0
-        assert barriers(browser) == []
+        assert browser.barriers() == []
 
 
 def test_more_tabs_than_a_browser_has_connections_all_load(runs: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from tests.page.browser import PATIENCE, SIZES, Browser, browsing, skip_without_browser
+from tests.page.browser import PATIENCE, Browser, browsing
 from tests.web import tiny_loras
 from tests.web.site import write_run
 from tests.web.test_serve import served
@@ -23,16 +22,6 @@ pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="signals of POSIX"),
 ]
 HOSTILE = '<img src=x onerror="document.title=1">'
-
-
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
-
-
-@pytest.fixture(params=SIZES)
-def size(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -217,20 +206,14 @@ def test_a_folder_of_another_program_is_listed(runs: Path, tmp_path: Path, size:
 
 
 def test_the_library_has_no_barrier(runs: Path, size: str) -> None:
-    axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
-    script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
-
     def looked_at(browser: Browser, what: str) -> None:
-        browser.driver.execute_script(script)
-        found: list[Any] = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
-        assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], what
+        assert browser.barriers() == [], what
 
     with served("--output", str(runs)) as (address, _, _), browsing(address, size) as browser:
         rows = httpx.get(f"{address}/api/loras").json()["loras"]
         style = next(row["id"] for row in rows if row["name"] == "style.safetensors")
         for scheme in ("light", "dark"):
-            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.show_in(scheme)
             browser.open("library")
             browser.wait_for("5 LoRAs")
             for name in ("cat", "style"):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.page.browser import PATIENCE, SIZES, Browser, browsing, skip_without_browser
+from tests.page.browser import PATIENCE, SIZES, Browser, browsing
 from tests.web.site import write_run
 from tests.web.test_serve import served
 
@@ -20,11 +20,6 @@ pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="signals of POSIX"),
 ]
 MANY = 1000
-
-
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.browser import browsing, skip_without_browser
+from tests.page.browser import browsing
 from tests.web.test_serve import served
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="signals of POSIX"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
 
 
 def test_settings_are_saved_as_a_preset_taken_back_and_imported(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from filelock import FileLock
 
-from tests.page.browser import PATIENCE, SIZES, browsing, skip_without_browser
+from tests.page.browser import PATIENCE, browsing
 from tests.web.site import write_run
 from tests.web.test_serve import served
 
@@ -35,21 +35,6 @@ COUNT_STREAMS = """
 window.streams = [];
 window.EventSource = class extends EventSource { constructor(url) { super(url); window.streams.push(this); } };"""
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=1</script>'
-
-
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
-
-
-@pytest.fixture(params=SIZES)
-def size(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
 
 
 def test_from_an_empty_folder_to_a_downloaded_lora(runs: Path, size: str) -> None:
@@ -96,8 +81,6 @@ def test_from_an_empty_folder_to_a_downloaded_lora(runs: Path, size: str) -> Non
 
 def test_no_page_has_a_barrier(runs: Path, size: str) -> None:
     """By axe, in light and dark: contrast, names, roles, order of headings."""
-    axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
-    script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
     write_run(runs / "cat", outcome="passed")
     live = write_run(runs / "now", status="running", arithmetic={"total": 90})
     with (
@@ -106,8 +89,7 @@ def test_no_page_has_a_barrier(runs: Path, size: str) -> None:
         browsing(address, size) as browser,
     ):
         for scheme in ("light", "dark"):
-            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.show_in(scheme)
             for page, words in {
                 "": "passed, ready to use",
                 "runs": "running",
@@ -119,9 +101,7 @@ def test_no_page_has_a_barrier(runs: Path, size: str) -> None:
             }.items():
                 browser.open(page)
                 browser.wait_for(words, 60)
-                browser.driver.execute_script(script)
-                found = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
-                assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (scheme, page)
+                assert browser.barriers() == [], (scheme, page)
                 assert browser.driver.execute_script(NOT_DESCRIBED) == []
                 assert browser.overflow() <= 0
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from filelock import FileLock
 
-from tests.page.browser import PATIENCE, browsing, skip_without_browser
+from tests.page.browser import PATIENCE, browsing
 from tests.web.site import write_lines, write_run
 from tests.web.test_serve import served
 
@@ -19,11 +19,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="signals of POSIX"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _browser() -> None:
-    skip_without_browser()
 
 
 def test_a_run_is_resumed_with_a_changed_choice(tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ import pytest
 from PIL import Image
 
 from tests.page.browser import PATIENCE, Browser
-from tests.page.test_datasets_page import _browser, open_dataset, open_image, page_of, size
-
-__all__ = ["_browser", "size"]  # fixtures
+from tests.page.test_datasets_page import open_dataset, open_image, page_of
 
 pytestmark = [
     pytest.mark.slow,  # make test-page; tests/web/test_uploads.py has what the server answers
@@ -60,14 +58,9 @@ def drop(browser: Browser, files: dict[str, bytes], *, is_dropped: bool = True) 
 
 def refuse_barriers(browser: Browser) -> None:
     """By axe, in light and dark."""
-    axe = pytest.importorskip("axe_core_python", reason="needs axe: make test-page installs it")
-    script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
     for scheme in ("light", "dark"):
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        browser.driver.execute_script(script)
-        found = browser.driver.execute_async_script("axe.run().then(arguments[0])")["violations"]
-        assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], scheme
+        browser.show_in(scheme)
+        assert browser.barriers() == [], scheme
 
 
 def test_three_files_are_dropped_and_one_is_broken(tmp_path: Path, size: str) -> None:
