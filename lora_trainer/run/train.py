@@ -35,7 +35,6 @@ from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
-from lora_trainer.monitor.tracker_kinds import missing_libraries
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
@@ -65,7 +64,7 @@ from lora_trainer.run.inputs import (
 )
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.settings import refuse_missing_attention, refuse_unmeasured
+from lora_trainer.run.settings import missing_trackers, refuse_missing_attention, refuse_unmeasured
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -111,7 +110,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     if not dry_run:
         refuse_missing_attention(resolved)
         if problems := [
-            *missing_libraries(resolved.config.run.trackers),
+            *missing_trackers(resolved),
             *wrong_commands(resolved.config.run),
             *wrong_scratch(resolved.config.checkpoint.scratch),
         ]:
