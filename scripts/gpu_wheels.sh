@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Collect the wheels that a GPU machine without a network lacks into wheels/, which git ignores. The machine has Python,
-# torch and what usually is beside it; docs/setup.md says how to install the folder there.
+# Collect the wheels that a GPU machine without a network lacks into wheels/, which git ignores, and install them there.
+# The machine has Python, torch and what usually is beside it. docs/setup.md has the versions that were rehearsed.
 set -euo pipefail
 
 usage() {
     cat <<'END'
 usage: scripts/gpu_wheels.sh [OPTION]... [FOLDER]
+       scripts/gpu_wheels.sh --install ENVIRONMENT [FOLDER]
 
 Downloads packages at the versions of constraints.txt, into wheels/ if no FOLDER is named. Wheels of earlier calls stay where
 they are still right; others in the folder are removed. Where all are larger than the limit, the least important are left out.
@@ -16,6 +17,7 @@ they are still right; others in the folder are removed. Where all are larger tha
   --without NAME    a package to leave out (repeatable)
   --limit 34        MiB of all wheels together
   --list            print what would be downloaded, with no network
+  --install DIR     on the machine: make a virtual environment of the wheels, this checkout and what its python3 has
 END
 }
 
@@ -42,12 +44,12 @@ pins_of() {
     grep '==' "$1" | tr '[:upper:]_' '[:lower:]-' || true
 }
 
-python=3.12 cuda=130 has="" without="" limit=34 only_list=false folder=""
+python=3.12 cuda=130 has="" without="" limit=34 only_list=false environment="" folder=""
 while [ $# -gt 0 ]; do
     case $1 in
         --help) usage && exit 0 ;;
         --list) only_list=true ;;
-        --python | --cuda | --has | --without | --limit)
+        --python | --cuda | --has | --without | --limit | --install)
             [ $# -gt 1 ] || refuse "$1 needs a value. See scripts/gpu_wheels.sh --help."
             case $1 in
                 --python) python=$2 ;;
@@ -55,6 +57,7 @@ while [ $# -gt 0 ]; do
                 --has) has=$2 ;;
                 --without) without+=" $2" ;;
                 --limit) limit=$2 ;;
+                --install) environment=$2 ;;
             esac
             shift
             ;;
@@ -69,6 +72,17 @@ done
 [ -z "$has" ] || [ -f "$has" ] || refuse "--has names $has, which is not a file."
 
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder=${folder:-$checkout/wheels}
+
+# A virtual environment finds its own packages before the machine's, in child processes too, and changes nothing there.
+if [ -n "$environment" ]; then
+    python3 -m venv --without-pip "$environment"
+    packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$packages" "$folder"/*.whl
+    python3 -c 'import site, sys; print(*site.getsitepackages(), sys.argv[1], sep="\n")' "$checkout" >"$packages/machine.pth"
+    exit 0
+fi
+
 pins=$(pins_of "$checkout/constraints.txt")
 present=""
 [ -z "$has" ] || present=$(pins_of "$has")
@@ -91,7 +105,6 @@ if $only_list; then
     exit 0
 fi
 
-folder=${folder:-$checkout/wheels}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$folder"
@@ -171,6 +184,5 @@ for pin in "${failed[@]}"; do
     echo "failed: $pin" >&2
 done
 echo "$((total / 1024)) KiB in $folder. On the machine, in the checkout:"
-echo "    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target SITE wheels/*.whl"
-echo "    PYTHONPATH=SITE:. python3 -m lora_trainer doctor"
+echo "    scripts/gpu_wheels.sh --install /tmp/env && /tmp/env/bin/python -m lora_trainer doctor"
 [ ${#failed[@]} -eq 0 ] || exit 1
