@@ -184,5 +184,5 @@ for pin in "${failed[@]}"; do
     echo "failed: $pin" >&2
 done
 echo "$((total / 1024)) KiB in $folder. On the machine, in the checkout:"
-echo "    scripts/gpu_wheels.sh --install /tmp/env && /tmp/env/bin/python -m lora_trainer doctor"
+echo "    scripts/gpu_wheels.sh --install ~/lora-env && ~/lora-env/bin/python -m lora_trainer doctor"
 [ ${#failed[@]} -eq 0 ] || exit 1

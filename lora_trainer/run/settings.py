@@ -18,7 +18,6 @@ from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY
-from lora_trainer.monitor.tracker_kinds import missing_libraries
 from lora_trainer.run.bases import find as bases
 from lora_trainer.run.bases.names import as_hub_part
 
@@ -63,13 +62,6 @@ def refuse_missing_attention(resolved: Resolved) -> None:
     problem = lacking(resolved.config.hardware.attention_backend)
     if problem is not None and from_user(resolved.origin["hardware.attention_backend"]):
         raise UsageError(problem)
-
-
-def missing_trackers(resolved: Resolved) -> list[Problem]:
-    """A problem for each tracker set by the user whose library is missing; a run reports the default one and does without it."""
-    if not from_user(resolved.origin["run.trackers"]):
-        return []
-    return missing_libraries(resolved.config.run.trackers)
 
 
 def refuse_unmeasured(gates: GatesSection) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
@@ -35,6 +36,7 @@ from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
+from lora_trainer.monitor.tracker_kinds import missing_libraries
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
@@ -64,7 +66,7 @@ from lora_trainer.run.inputs import (
 )
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.settings import missing_trackers, refuse_missing_attention, refuse_unmeasured
+from lora_trainer.run.settings import refuse_missing_attention, refuse_unmeasured
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -109,8 +111,10 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
+        # A run reports the default tracker where its library is missing, and does without it.
+        trackers = resolved.config.run.trackers if from_user(resolved.origin["run.trackers"]) else ()
         if problems := [
-            *missing_trackers(resolved),
+            *missing_libraries(trackers),
             *wrong_commands(resolved.config.run),
             *wrong_scratch(resolved.config.checkpoint.scratch),
         ]:
