@@ -26,7 +26,8 @@ required="
 tomli-w annotated-types typing-extensions typing-inspection pydantic-core pydantic
 httpx2 httpcore2 truststore huggingface-hub peft diffusers
 "
-optional="bitsandbytes pytorch-optimizer transformers gguf xformers tokenizers"
+# Not xformers: its kernels are built for one version of torch and CUDA, and 0.0.35 does not load beside 2.11 with CUDA 13.
+optional="bitsandbytes pytorch-optimizer transformers gguf tokenizers"
 
 # glibc of the builds that are accepted: pip compares it exactly.
 platforms=(--platform manylinux1_x86_64 --platform manylinux2014_x86_64)
