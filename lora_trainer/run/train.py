@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
@@ -110,8 +111,10 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         refuse_unmeasured(resolved.config.gates)
     if not dry_run:
         refuse_missing_attention(resolved)
+        # A run reports the default tracker where its library is missing, and does without it.
+        trackers = resolved.config.run.trackers if from_user(resolved.origin["run.trackers"]) else ()
         if problems := [
-            *missing_libraries(resolved.config.run.trackers),
+            *missing_libraries(trackers),
             *wrong_commands(resolved.config.run),
             *wrong_scratch(resolved.config.checkpoint.scratch),
         ]:

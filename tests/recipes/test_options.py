@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,3 +195,14 @@ def test_use_rslora_is_recorded_and_must_not_change(bench, capsys):
     (bench.folder("stable") / "run.json").write_text('{"status": "stopped", "steps": 2}', encoding="utf-8")
     assert bench.run("stable", "--resume", steps=2, lora__alpha=2) == 2
     assert "lora.use_rslora was true and is now false" in capsys.readouterr().err
+
+
+def test_a_run_does_without_the_default_tracker_where_it_is_not_installed(bench, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "lora_trainer.monitor.tracker_kinds.tensorboard", raising=False)
+    assert bench.run("plain", steps=1) == 0
+    assert "TensorBoard does not work (ModuleNotFoundError" in capsys.readouterr().out
+    assert record(bench.folder("plain"))["status"] == "done"
+    assert not (bench.folder("plain") / "logs").exists()
+    assert bench.run("chosen", steps=1, run__trackers="tensorboard") == 2
+    assert not bench.folder("chosen").exists()
