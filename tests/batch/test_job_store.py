@@ -100,7 +100,7 @@ def test_concurrent_claims_never_take_the_same_job(new_store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     everything = sorted(name for names in taken.values() for name in names)
     assert everything == sorted(f"job {number}" for number in range(40))
 

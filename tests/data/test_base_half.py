@@ -68,7 +68,7 @@ def test_others_wait_for_the_one_that_makes_it(tmp_path: Path) -> None:
 
     def slowly() -> dict[str, Tensor]:
         began.set()
-        assert go.wait(30)
+        assert go.wait(300)
         return {"mid": torch.ones(2)}
 
     def twice() -> dict[str, Tensor]:
@@ -77,14 +77,14 @@ def test_others_wait_for_the_one_that_makes_it(tmp_path: Path) -> None:
     found: list[Tensor] = []
     first = threading.Thread(target=lambda: BaseHalf(tmp_path, "model").read_or_make("key", slowly))
     first.start()
-    assert began.wait(30)
+    assert began.wait(300)
     second = threading.Thread(
         target=lambda: found.append(BaseHalf(tmp_path, "model").read_or_make("key", twice)["mid"])
     )
     second.start()
     go.set()
-    first.join(30)
-    second.join(30)
+    first.join(300)
+    second.join(300)
     assert torch.equal(found[0], torch.ones(2))
 
 

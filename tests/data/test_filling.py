@@ -121,7 +121,10 @@ def killed_fills(folder: Path, count: int, kills: int) -> int:
     for _ in range(kills):
         before = len(encoded(log))
         process = fork(fill, cache, count, log, 0.003, 0.0)
-        time.sleep(0.02 + 0.25 * draw.random())
+        # Killed at a random batch, which every machine reaches.
+        batches = draw.randint(1, 8)
+        while len(encoded(log)) < before + 3 * batches and process.is_alive():
+            time.sleep(0.001)
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join(300)
         hits += process.exitcode == -signal.SIGKILL
@@ -143,7 +146,7 @@ def killed_fills(folder: Path, count: int, kills: int) -> int:
 @forked
 @pytest.mark.usefixtures("packs_early")
 def test_a_killed_fill_loses_only_the_current_batch(tmp_path: Path) -> None:
-    assert killed_fills(tmp_path, 300, kills=3) > 0  # a busy machine may end a fill before its kill
+    assert killed_fills(tmp_path, 300, kills=3) == 3
 
 
 @forked
@@ -195,12 +198,13 @@ def on_another_machine(monkeypatch: pytest.MonkeyPatch, name: str, hours: float)
 
 @pytest.fixture
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has no processor for seconds does not count as silent."""
     monkeypatch.setattr(claims, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(claims, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(claims, "SILENT_SECONDS", 4.0)
 
 
 @forked
-@pytest.mark.usefixtures("packs_early", "short_silence")
+@pytest.mark.usefixtures("packs_early")
 def test_machines_with_different_clocks_build_each_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one lock: they know of each other by files only."""
 
@@ -231,7 +235,10 @@ def test_a_claim_of_another_machine_is_over_when_it_is_silent(tmp_path: Path, mo
     other = fork(hold)
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
-    time.sleep(1.0)  # for longer than it may be silent
+    (note,) = (tmp_path / "users").iterdir()
+    renewed = note.stat().st_mtime_ns
+    while note.stat().st_mtime_ns == renewed:
+        time.sleep(0.01)
     shard = aged(tmp_path, 1, time.time() + 60)
     with Claims(tmp_path) as mine:
         assert not mine.take(key_of(1)), "it renews its time"

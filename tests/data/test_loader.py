@@ -190,7 +190,7 @@ def test_prefetch_reads_no_further_than_its_depth_and_stops() -> None:
     before = threading.active_count()
     with closing(prefetch(source(), depth=2)) as read:
         assert next(read) == 0
-        assert enough.wait(10)
+        assert enough.wait(300)
         assert len(produced) <= 5
     assert threading.active_count() == before
     assert len(produced) <= 5

@@ -315,7 +315,7 @@ def test_jobs_are_cancelled_and_retried(night, monkeypatch, capsys):
     def cancel() -> None:
         for _ in range(2):  # a second time changes nothing
             assert main(["batch", "cancel", output, "ash", "birch"]) == 0
-        for _ in range(600):
+        for _ in range(6000):
             if signalled():
                 return
             time.sleep(0.05)

@@ -290,7 +290,7 @@ def test_the_launcher_starts_processes_and_has_their_exit_code(what, code, check
     program.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PROCESSES": "2", "NODES": "2", "NODE": "0"}
     launcher = ["bash", str(checkout / "deploy" / "launch.sh"), what]
-    ended = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == code, ended.stderr
     lines = [f"rank {rank} of 4, here {rank} of 2, 127.0.0.1: {what}" for rank in range(2)]
     assert sorted(ended.stdout.splitlines()) == lines

@@ -38,7 +38,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def read(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(address, timeout=60) as answer:
+    with urllib.request.urlopen(address, timeout=300) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
         text = answer.read().decode()
     lines = text.splitlines()

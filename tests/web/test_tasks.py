@@ -28,7 +28,7 @@ def tasks_of(client: TestClient) -> TaskList:
 
 
 def until(found: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + 300.0
     while not found():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -102,7 +102,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def images_of(client: TestClient, path: Path) -> dict[str, Any]:
     """The document of a dataset once its list is there."""
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + 300.0
     while True:
         document: dict[str, Any] = client.get("/api/datasets/images", params={"path": str(path)}).json()
         if "rows" in document and document["reading"] is None:

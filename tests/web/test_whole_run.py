@@ -53,9 +53,9 @@ def test_the_servers_death_changes_no_byte_of_a_run(bench: Bench) -> None:
     roots = ("--output", str(bench.output), "--root", str(bench.model.parent), "--root", str(bench.cache.parent))
     with served(*roots) as (address, _, server):
         body = sent(bench, "cat", train__max_steps=60)
-        answer = httpx.post(f"{address}/api/runs", json=body, timeout=60)
+        answer = httpx.post(f"{address}/api/runs", json=body, timeout=300)
         assert answer.status_code == 201, answer.text
-        again = httpx.post(f"{address}/api/runs", json=body, timeout=60)
+        again = httpx.post(f"{address}/api/runs", json=body, timeout=300)
         assert again.status_code in (409, 422)
         until(lambda: (bench.folder("cat") / "metrics.jsonl").is_file(), "no step")
         server.send_signal(signal.SIGKILL)
@@ -83,7 +83,9 @@ def test_a_stopped_run_is_resumed_to_the_same_bytes(bench: Bench) -> None:
             document: dict[str, Any] = httpx.get(f"{address}/api/runs/dog").json()
             return document
 
-        assert httpx.post(f"{address}/api/runs", json=sent(bench, "dog", train__max_steps=steps), timeout=60).is_success
+        assert httpx.post(
+            f"{address}/api/runs", json=sent(bench, "dog", train__max_steps=steps), timeout=300
+        ).is_success
         until(lambda: (run().get("progress") or {}).get("step"), "no step")
         assert httpx.post(f"{address}/api/runs/dog/requests", json={"do": "save"}).status_code == 202
         until((bench.folder("dog") / "requests" / "done" / "1.json").is_file, "it did not save")
@@ -92,7 +94,7 @@ def test_a_stopped_run_is_resumed_to_the_same_bytes(bench: Bench) -> None:
         assert stopped["status"] == "stopped"
         assert 0 < stopped["steps"] < steps
         assert httpx.post(f"{address}/api/runs/dog/stop").status_code == 409
-        assert httpx.post(f"{address}/api/runs/dog/resume", json={}, timeout=60).status_code == 201
+        assert httpx.post(f"{address}/api/runs/dog/resume", json={}, timeout=300).status_code == 201
         assert run()["status"] in ("starting", "running")
         assert until(lambda: run()["status"] == "done", "it was not resumed")
     assert exported(bench.folder("dog"))["kohya"] == exported(bench.folder("whole"))["kohya"]
@@ -102,7 +104,7 @@ def test_a_worker_trains_the_jobs_of_the_queue(bench: Bench, tmp_path: Path) -> 
     output = tmp_path / "queue"
     with served("--output", str(output), "--root", str(bench.model.parent)) as (address, _, _):
         body = sent(bench, "cat", train__max_steps=4, gates__lora_check="lite", gates__lora=0, gates__dataset=0)
-        answer = httpx.post(f"{address}/api/runs", json={**body, "when": "queue"}, timeout=60)
+        answer = httpx.post(f"{address}/api/runs", json={**body, "when": "queue"}, timeout=300)
         assert answer.status_code == 201, answer.text
         assert httpx.post(f"{address}/api/queue/work", json={"workers": 1}).json()["workers"]
 
