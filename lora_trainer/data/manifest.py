@@ -142,6 +142,8 @@ def _sample(
         found.span,
         found.mask,
         own_caption=found.caption is not None,
+        colors=read.colors,
+        has_alpha=read.has_alpha,
     )
     if found.mask is None:
         return sample

@@ -206,6 +206,7 @@ MANY = {
     "over_compressed": "are compressed too far",
     "border": "have a border of one color",
     "animated": "have several frames",
+    "damaged_profile": "have a color profile that cannot be used",
     "wrong_ending": "have the ending of another format",
 }
 SEVERITIES = ("error", "warning", "note")

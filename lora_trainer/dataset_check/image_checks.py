@@ -214,10 +214,13 @@ def check_borders(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: 
 
 @of_each
 def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
-    """Animations, and endings that are not the format's."""
+    """Animations, colors that are not understood, and endings that are not the format's."""
     if seen.frames > 1:
         message = f"has {seen.frames} frames; only the first is used."
         yield finding_of(sample, "animated", "note", message, "Save the frame that is meant.")
+    if seen.colors == "damaged":
+        message = "has a color profile that cannot be used; its colors are trained as sRGB's."
+        yield finding_of(sample, "damaged_profile", "note", message, "Save it again as sRGB, if its colors look wrong.")
     if seen.format and sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
         message = f"is a {seen.format} file, whatever its ending says."
         yield finding_of(sample, "wrong_ending", "note", message, "Rename it.")

@@ -7,7 +7,7 @@ kept by content, so no image is decoded twice for this, wherever it lies.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lora_trainer.data.images.measures import MEASURES, Seen, seen_broken, seen_from_json
@@ -32,7 +32,7 @@ def measure_images(samples: Sequence[Sample], progress: Progress | None = None) 
         first.setdefault(sample.content, sample)
     ticker = Ticker(progress, len(first))
     with remembered() as store:
-        seen = _known(list(first), store, ticker)
+        seen = _known(first, store, ticker)
         left = [sample for content, sample in first.items() if content not in seen]
         fresh: dict[str, str] = {}
         try:
@@ -49,16 +49,20 @@ def measure_images(samples: Sequence[Sample], progress: Progress | None = None) 
     return tuple(seen[sample.content] for sample in samples)
 
 
-def _known(contents: Sequence[str], store: Remembered, ticker: Ticker) -> dict[str, Seen]:
-    """The measures of earlier runs; a row that cannot be read counts as none."""
+def _known(samples: Mapping[str, Sample], store: Remembered, ticker: Ticker) -> dict[str, Seen]:
+    """The measures of earlier runs, by content; a row that cannot be read counts as none."""
     known: dict[str, Seen] = {}
+    contents = list(samples)
     for start in range(0, len(contents), AT_ONCE):
         for content, text in store.measures(contents[start : start + AT_ONCE], MEASURES).items():
             try:
-                known[content] = seen_from_json(text)
+                seen = seen_from_json(text)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-            ticker.step()
+            # An image that was measured before its colors were converted is measured again.
+            if seen.colors == samples[content].colors:
+                known[content] = seen
+                ticker.step()
     return known
 
 

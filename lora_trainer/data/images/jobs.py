@@ -8,7 +8,7 @@ import io
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lora_trainer.data.images.measures import Seen, measure, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
 from lora_trainer.data.images.remote import RemoteError, is_pointer
 from lora_trainer.data.images.spans import READ_WHOLE, content_of, open_bytes, open_regular
-from lora_trainer.data.sample import Span
+from lora_trainer.data.sample import Colors, Span
 
 MOST_BYTES = 2**32  # more than any image that can be trained on has
 STILL_WARM = 2.0  # seconds; a file written so lately may change again within its clock's step
@@ -33,6 +33,8 @@ class Facts:
     frames: int
     content: str
     bytes: int
+    colors: Colors = ""
+    has_alpha: bool = False
 
 
 def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
@@ -51,8 +53,7 @@ def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
         return {"remote": error.strerror}
     # A write within the clock's step does not change the times.
     warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
-    values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
-    found: dict[str, Any] = {"facts": values, "stamp": None if warm else list(stamp)}
+    found: dict[str, Any] = {"facts": list(astuple(facts)), "stamp": None if warm else list(stamp)}
     if span is not None and is_pointer(path):  # its bytes are here now, and measuring them later would fetch them again
         with contextlib.suppress(BrokenImageError, RemoteError):
             found["seen"] = _measured(path, span, facts.content).to_json()
@@ -96,7 +97,9 @@ def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
     else:
         header = header_of(path, span)
         content = content_of(path, span)
-    return Facts(header.width, header.height, header.format, header.frames, content, size)
+    return Facts(
+        header.width, header.height, header.format, header.frames, content, size, header.colors, header.has_alpha
+    )
 
 
 def read_seen(what: tuple[str, int, int, str]) -> str | dict[str, str]:

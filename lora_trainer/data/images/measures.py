@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lora_trainer.data.images.images import TURNS, BrokenImageError, orientation_of, to_rgb
+from lora_trainer.data.images.colors import colors_of
+from lora_trainer.data.images.images import TURNS, BrokenImageError, alpha_of, orientation_of, to_rgb
+from lora_trainer.data.sample import Colors
 
 MEASURES = 5  # kept results of another number are measured again
 
@@ -66,6 +68,7 @@ class Seen:
     broken: tuple[str, str, str] | None = None
     format: str = ""
     frames: int = 1
+    colors: Colors = ""  # how its colors were read
     transparent: float = 0.0  # share of the pixels that are not opaque
     spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
     edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
@@ -107,10 +110,14 @@ def measure(image: Image.Image) -> Seen:
     turn = None if kind == "TIFF" else TURNS.get(orientation_of(image))
     frames = 1 if kind == "MPO" else int(getattr(image, "n_frames", 1))
     quality = jpeg_quality(image)
+    colors = colors_of(image)
     image.load()
-    transparent = transparent_share(image)
-    flat = image if image.mode == "RGB" and not image.has_transparency_data else to_rgb(image)
-    shrink = max(1, -(-max(flat.size) // SMALL_SIDE))
+    shrink = max(1, -(-max(image.size) // SMALL_SIDE))
+    alpha = alpha_of(image)
+    transparent = 0.0 if alpha is None else transparent_share(alpha)
+    del alpha  # of a large image it takes 180 MB
+    is_plain = image.mode == "RGB" and not image.has_transparency_data and colors != "converted"
+    flat = image if is_plain else to_rgb(image)
     small = flat.reduce(shrink)
     small = small.transpose(turn) if turn is not None else small
     plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
@@ -122,6 +129,7 @@ def measure(image: Image.Image) -> Seen:
     return Seen(
         format=kind,
         frames=frames,
+        colors=colors,
         transparent=round(transparent, 4),
         spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
         edge=round(edge_width(some_lines(flat)), 3),
@@ -159,12 +167,9 @@ def read_edge_map(data: bytes) -> NDArray[np.int8] | None:
     return np.asarray(planes[:, 0] - planes[:, 1], dtype=np.int8)
 
 
-def transparent_share(image: Image.Image) -> float:
+def transparent_share(alpha: Image.Image) -> float:
     """Share of the pixels that are not fully opaque."""
-    if not image.has_transparency_data:
-        return 0.0
-    alpha = image if image.mode.endswith("A") else image.convert("RGBA")
-    counts = alpha.getchannel("A").histogram()
+    counts = alpha.histogram()
     return 1.0 - counts[255] / max(1, sum(counts))
 
 
