@@ -26,12 +26,14 @@ class Span:
 class Mask:
     """Where a sample's loss counts: a gray image, or the image's own transparency where `path` is None.
 
-    `content` is the hex sha256 of the mask file's bytes, empty for the image's own.
+    `content` is the hex sha256 of the mask file's bytes, empty for the image's own. A file that `has_alpha` may mean
+    its transparency instead of its gray.
     """
 
     path: Path | None
     content: str = ""
     span: Span | None = None
+    has_alpha: bool = False
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ MANY = {
     "swapped_control": "are control images of others",
     "control_differs": "have a control image of another shape",
     "black_mask": "have a mask that is black everywhere",
+    "white_mask": "have a mask that is white everywhere",
     "two_captions": "have two captions",
     "orphan_caption": "are captions without an image",
     "absent_image": "name images that are not there",

@@ -25,7 +25,7 @@ BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
 BORDER_AREA = 0.03  # share of the image
 FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
 TRANSPARENT_AREA = 0.01
-BLACK, BLACK_SPREAD = 2, 0.5  # gray levels, 0 to 255
+BLACK, WHITE, FLAT_SPREAD = 2, 253, 0.5  # gray levels, 0 to 255
 
 READING_CODES = frozenset(
     {
@@ -155,7 +155,7 @@ def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen:
 
 
 def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Finding]:
-    """A mask that cannot be decoded, or leaves nothing to learn."""
+    """A mask that cannot be decoded, leaves nothing to learn, or leaves nothing out."""
     if sample.mask is None:
         return
     mask = context.masks.get(sample.mask.content)
@@ -163,11 +163,21 @@ def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Find
         message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
         yield finding_of(sample, "unreadable_mask", "error", message, fix)
         return
-    clear = seen.transparent == 1.0 and seen.spread < UNIFORM_SPREAD
-    if clear if mask is None else mask.spread < BLACK_SPREAD and max(mask.thumb, default=0) <= BLACK:
+    levels = seen.alpha
+    if mask is not None:
+        is_flat = mask.thumb and mask.spread < FLAT_SPREAD
+        levels = (min(mask.thumb), max(mask.thumb)) if is_flat else None
+    if levels is None:
+        return
+    darkest, brightest = levels
+    if brightest <= BLACK:
         message = "has a mask that is black everywhere: nothing of it is learned."
         fix = "Paint white what is to be learned, or remove the image."
         yield finding_of(sample, "black_mask", "warning", message, fix)
+    if darkest >= WHITE:
+        message = "has a mask that is white everywhere: all of it is trained on."
+        fix = "Paint black what is not to be learned, or move the image to a source without masks."
+        yield finding_of(sample, "white_mask", "warning", message, fix)
 
 
 @of_each

@@ -312,6 +312,7 @@ def test_only_latents_of_converted_images_are_new(tmp_path: Path) -> None:
     assert len({key(plain), key(edited), key(converted)}) == 3
     masked = replace(plain, mask=Mask(Path("m.png"), "c" * 64))
     assert key(masked) == "92d7e493bc5e237594116d766005acad1404ccbd76b62a1bd69c933732898cdf"
+    assert key(replace(plain, mask=Mask(Path("m.png"), "c" * 64, None, has_alpha=True))) != key(masked)
 
 
 def test_only_measures_of_converted_images_are_taken_again(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from lora_trainer.data.views import View
 # Part of every key: change it when images are fitted to their bucket differently.
 TRANSFORM = "lanczos-cover-centre-1"
 RECOLORED, MASKED = "recoloured-1", "area-1"  # likewise, of recolored views and of masks
-CONVERTED = "srgb-1"  # likewise, of images whose header states other colors than sRGB's
+# Likewise, of images whose header states other colors than sRGB's, and of mask files with transparency.
+CONVERTED, MASKED_BY_ALPHA = "srgb-1", "alpha-1"
 
 # In the order in which they are looked for: the first that differs is the reason.
 REASONS = {
@@ -160,6 +161,8 @@ def plan_latents(
     def describe(index: int) -> tuple[str, Record]:
         sample, view = items[index]
         mask = "none" if sample.mask is None else f"{sample.mask.content or 'alpha'} {MASKED}"
+        if sample.mask is not None and sample.mask.has_alpha:
+            mask = f"{mask} {MASKED_BY_ALPHA}"
         # Named only where there are any, so that the entries of all other images keep their keys.
         controls = {"controls": _controls_text(sample)} if sample.controls else {}
         return names[index], controls | {

@@ -58,6 +58,8 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHUNKS_WITH_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 MOST_CHUNKS = 100_000
 
+OPAQUE_LEVELS = 2  # of 255; opacity that varies by no more is one opacity, rounded
+
 # Pillow refuses from twice its own warning limit on; the same number, named.
 MOST_PIXELS = 178_956_970
 
@@ -205,6 +207,11 @@ def load_alpha(path: Path, span: Span | None = None) -> Image.Image:
     return _load(path, span, lambda image: alpha_of(image) or Image.new("L", image.size, 255))
 
 
+def load_mask(path: Path, span: Span | None = None) -> Image.Image:
+    """A mask's file as gray, turned as it is seen: white where the loss counts. Raises BrokenImageError."""
+    return _load(path, span, to_mask)
+
+
 def _load(path: Path, span: Span | None, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
     with opened(path, span) as image:
         turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
@@ -240,6 +247,22 @@ def to_srgb(image: Image.Image) -> Image.Image:
     # Pillow would save it with these pixels, which are sRGB's.
     flat.info.pop("icc_profile", None)
     return flat
+
+
+def to_mask(image: Image.Image) -> Image.Image:
+    """A mask of any Pillow mode as gray: its opacity where that varies, else its gray values, as they are stored.
+
+    So a drawing on nothing and a cut-out count where they cover. A mask holds amounts, not colors: profiles do not count.
+    """
+    alpha = alpha_of(image)
+    if alpha is not None and np.ptp(np.asarray(alpha)) > OPAQUE_LEVELS:
+        mask = alpha
+    elif is_deep(image):
+        mask = Image.fromarray(scale_deep(np.asarray(image)))
+    else:
+        mask = image.convert("RGB").convert("L")
+    mask.info.clear()  # the image's profile and transparent color
+    return mask
 
 
 def alpha_of(image: Image.Image) -> Image.Image | None:

@@ -12,6 +12,7 @@ import functools
 import json
 import zlib
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from lora_trainer.data.images.images import TURNS, BrokenImageError, alpha_of, o
 from lora_trainer.data.sample import Colors
 
 MEASURES = 5  # kept results of another number are measured again
+MASK_MEASURES = 1001  # the same of masks: a file may be an image here and a mask there
 
 Gray = NDArray[np.int16]
 LINES = 48  # rows and columns that edges are measured along
@@ -69,6 +71,7 @@ class Seen:
     format: str = ""
     frames: int = 1
     colors: Colors = ""  # how its colors were read
+    alpha: tuple[int, int] | None = None  # least and most opacity, 0 to 255; None in an older row
     transparent: float = 0.0  # share of the pixels that are not opaque
     spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
     edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
@@ -93,7 +96,9 @@ def seen_from_json(text: str) -> Seen:
     broken = tuple(row.pop("broken") or ())
     borders, (thumb, edges) = Borders(**row.pop("borders")), (base64.b64decode(row.pop(name)) for name in BINARY)
     whole = (broken[0], broken[1], broken[2]) if broken else None
-    return Seen(broken=whole, borders=borders, thumb=thumb, edges=edges, **row)
+    opacity = row.pop("alpha", None)
+    alpha = None if opacity is None else (opacity[0], opacity[1])
+    return Seen(broken=whole, alpha=alpha, borders=borders, thumb=thumb, edges=edges, **row)
 
 
 def seen_broken(error: BrokenImageError) -> Seen:
@@ -113,10 +118,8 @@ def measure(image: Image.Image) -> Seen:
     colors = colors_of(image)
     image.load()
     shrink = max(1, -(-max(image.size) // SMALL_SIDE))
-    alpha = alpha_of(image)
-    transparent = 0.0 if alpha is None else transparent_share(alpha)
-    del alpha  # of a large image it takes 180 MB
-    is_plain = image.mode == "RGB" and not image.has_transparency_data and colors != "converted"
+    alpha = measure_alpha(image)
+    is_plain = image.mode == "RGB" and alpha is None and colors != "converted"
     flat = image if is_plain else to_rgb(image)
     small = flat.reduce(shrink)
     small = small.transpose(turn) if turn is not None else small
@@ -130,7 +133,8 @@ def measure(image: Image.Image) -> Seen:
         format=kind,
         frames=frames,
         colors=colors,
-        transparent=round(transparent, 4),
+        alpha=(255, 255) if alpha is None else alpha.levels,
+        transparent=0.0 if alpha is None else round(alpha.transparent, 4),
         spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
         edge=round(edge_width(some_lines(flat)), 3),
         quality=quality,
@@ -167,10 +171,22 @@ def read_edge_map(data: bytes) -> NDArray[np.int8] | None:
     return np.asarray(planes[:, 0] - planes[:, 1], dtype=np.int8)
 
 
-def transparent_share(alpha: Image.Image) -> float:
-    """Share of the pixels that are not fully opaque."""
-    counts = alpha.histogram()
-    return 1.0 - counts[255] / max(1, sum(counts))
+class AlphaMeasures(NamedTuple):
+    """An image's opacity: the least and the most, and the share of its pixels that are not opaque."""
+
+    levels: tuple[int, int]
+    transparent: float
+
+
+def measure_alpha(image: Image.Image) -> AlphaMeasures | None:
+    """None for an image without transparency. Of a large one the whole opacity would need 180 MB, so it is not returned."""
+    alpha = alpha_of(image)
+    if alpha is None:
+        return None
+    counts = np.array(alpha.histogram())
+    levels = counts.nonzero()[0]
+    transparent = 1.0 - float(counts[255]) / max(1, int(counts.sum()))
+    return AlphaMeasures((int(levels[0]), int(levels[-1])), transparent)
 
 
 def jpeg_quality(image: Image.Image) -> int:
