@@ -203,6 +203,7 @@ MANY = {
     "collage": "are several images side by side",
     "uniform": "are nearly one color",
     "transparent": "are transparent in part",
+    "white_on_white": "are white where they meet their transparent background",
     "blurred": "are blurred",
     "over_compressed": "are compressed too far",
     "border": "have a border of one color",

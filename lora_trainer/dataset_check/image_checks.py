@@ -26,6 +26,7 @@ BORDER_AREA = 0.03  # share of the image
 FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
 TRANSPARENT_AREA = 0.01
 BLACK, WHITE, FLAT_SPREAD = 2, 253, 0.5  # gray levels, 0 to 255
+OUTLINE_SEEN = 0.5  # of an outline on white; less is lost
 
 READING_CODES = frozenset(
     {
@@ -151,6 +152,10 @@ def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen:
         message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
         fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
         yield finding_of(sample, "transparent", "note", message, fix)
+    if seen.outline < OUTLINE_SEEN and sample.mask is None:
+        message = f"shows {seen.outline:.0%} of its outline: the rest is white, and transparency is laid on white."
+        fix = "Lay it on a background of another color, unless it is meant, as a sticker's white edge is."
+        yield finding_of(sample, "white_on_white", "note", message, fix)
     yield from _of_mask(context, sample, seen)
 
 

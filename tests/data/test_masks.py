@@ -208,3 +208,25 @@ def test_masks_that_leave_nothing_out_are_found(tmp_path: Path, draw: Draw) -> N
         (each.path.stem, each.code, each.severity) for each in report.findings if each.path and "_mask" in each.code
     }
     assert of_masks == {(name, "white_mask", "warning") for name in (*white, "own")}
+
+
+def test_a_subject_that_is_white_on_nothing_is_found(tmp_path: Path) -> None:
+    """Laid on white, its outline is lost. A mask says that the transparent part does not count."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    inner = np.zeros((SIDE, SIDE), dtype=np.uint8)
+    inner[18:30, 18:30] = 1
+    for name, (edge, middle) in {"ghost": (255, 90), "bear": (60, 255), "egg": (240, 240)}.items():
+        colors = np.where(inner == 1, middle, edge).astype(np.uint8)
+        layers(Image.fromarray(colors).convert("RGB"), SHOWN).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"the {name}", "utf-8")
+
+    def found(**options: str) -> set[tuple[str, str]]:
+        manifest, findings = read_manifest([SourceSection(path=str(folder), **options)])
+        report = check_dataset(manifest, findings, DatasetGate([Framing((48,), 16)]))
+        return {
+            (each.path.stem, each.severity) for each in report.findings if each.path and each.code == "white_on_white"
+        }
+
+    assert found() == {("ghost", "note"), ("egg", "note")}
+    assert found(masks="alpha") == set()

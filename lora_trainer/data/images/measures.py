@@ -43,6 +43,10 @@ SEAM_SPREAD = 15  # levels, of the values on each side: a horizon or the edge of
 SEAM_SIGN = 0.05  # share of a line that rises and share that falls, at least
 GUTTER_WIDTH, MOST_GUTTERS = 0.1, 5  # share of the side; more bands are stripes
 INNER = 0.1  # share of the side at each end where no seam is looked for
+OPAQUE = 128  # opacity from which a pixel belongs to the subject
+OUTLINE_WIDTH = 2  # pixels of the small copy
+WHITE_LEVEL = 231  # 24 levels from white; a color none of whose channels is darker is not seen on it
+FEWEST_OUTLINE = 16  # pixels of the small copy
 THUMB_SIDE = 8
 MAP_SIDE, MAP_STEP = 64, 6  # cells of an edge map's side; gray levels between neighbors that are an edge
 MAP_BYTES = 4 * MAP_SIDE**2 // 8
@@ -72,6 +76,7 @@ class Seen:
     frames: int = 1
     colors: Colors = ""  # how its colors were read
     alpha: tuple[int, int] | None = None  # least and most opacity, 0 to 255; None in an older row
+    outline: float = 1.0  # share of the outline of what its transparency leaves that is seen on white
     transparent: float = 0.0  # share of the pixels that are not opaque
     spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
     edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
@@ -118,10 +123,11 @@ def measure(image: Image.Image) -> Seen:
     colors = colors_of(image)
     image.load()
     shrink = max(1, -(-max(image.size) // SMALL_SIDE))
-    alpha = measure_alpha(image)
+    alpha = measure_alpha(image, shrink)
     is_plain = image.mode == "RGB" and alpha is None and colors != "converted"
     flat = image if is_plain else to_rgb(image)
     small = flat.reduce(shrink)
+    outline = 1.0 if alpha is None else outline_shown(np.asarray(small), alpha.small)
     small = small.transpose(turn) if turn is not None else small
     plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
     hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
@@ -134,6 +140,7 @@ def measure(image: Image.Image) -> Seen:
         frames=frames,
         colors=colors,
         alpha=(255, 255) if alpha is None else alpha.levels,
+        outline=round(outline, 4),
         transparent=0.0 if alpha is None else round(alpha.transparent, 4),
         spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
         edge=round(edge_width(some_lines(flat)), 3),
@@ -172,13 +179,14 @@ def read_edge_map(data: bytes) -> NDArray[np.int8] | None:
 
 
 class AlphaMeasures(NamedTuple):
-    """An image's opacity: the least and the most, and the share of its pixels that are not opaque."""
+    """An image's opacity: the least and the most, the share of its pixels that are not opaque, and a small copy [h, w]."""
 
     levels: tuple[int, int]
     transparent: float
+    small: NDArray[np.uint8]
 
 
-def measure_alpha(image: Image.Image) -> AlphaMeasures | None:
+def measure_alpha(image: Image.Image, shrink: int) -> AlphaMeasures | None:
     """None for an image without transparency. Of a large one the whole opacity would need 180 MB, so it is not returned."""
     alpha = alpha_of(image)
     if alpha is None:
@@ -186,7 +194,23 @@ def measure_alpha(image: Image.Image) -> AlphaMeasures | None:
     counts = np.array(alpha.histogram())
     levels = counts.nonzero()[0]
     transparent = 1.0 - float(counts[255]) / max(1, int(counts.sum()))
-    return AlphaMeasures((int(levels[0]), int(levels[-1])), transparent)
+    return AlphaMeasures((int(levels[0]), int(levels[-1])), transparent, np.asarray(alpha.reduce(shrink)))
+
+
+def outline_shown(small: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> float:
+    """Share of a subject's outline against its transparent background [H, W] that is darker than the white it is laid on.
+
+    `small` [H, W, 3] is the image on white. A subject that is cut off by the image's side has no outline there.
+    """
+    covered = alpha >= OPAQUE
+    inside = covered
+    for _ in range(OUTLINE_WIDTH):
+        around = np.pad(inside, 1, constant_values=True)
+        inside = inside & around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:]
+    outline = covered & ~inside
+    if outline.sum() < FEWEST_OUTLINE:
+        return 1.0
+    return float((small[outline].min(axis=1) < WHITE_LEVEL).mean())
 
 
 def jpeg_quality(image: Image.Image) -> int:
