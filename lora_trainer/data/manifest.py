@@ -142,6 +142,8 @@ def _sample(
         found.span,
         found.mask,
         own_caption=found.caption is not None,
+        colors=read.colors,
+        has_alpha=read.has_alpha,
     )
     if found.mask is None:
         return sample
@@ -152,7 +154,7 @@ def _sample(
         message = f"has a mask that cannot be used: {found.mask.path.name} {mask.message}"
         reading.find("unreadable_mask", "error", message, mask.fix, found.path)
         return replace(sample, mask=None)
-    named = replace(sample, mask=Mask(found.mask.path, mask.content, found.mask.span))
+    named = replace(sample, mask=Mask(found.mask.path, mask.content, found.mask.span, mask.has_alpha))
     return judged_mask(named, (mask.width, mask.height), reading)
 
 

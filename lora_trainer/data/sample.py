@@ -6,6 +6,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+# How the colors of an image's file are read, by its header. "": as they are stored. "converted": to sRGB's.
+# "damaged": it states colors that cannot be read, so they count as sRGB's.
+Colors = Literal["", "converted", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,14 @@ class Span:
 class Mask:
     """Where a sample's loss counts: a gray image, or the image's own transparency where `path` is None.
 
-    `content` is the hex sha256 of the mask file's bytes, empty for the image's own.
+    `content` is the hex sha256 of the mask file's bytes, empty for the image's own. A file that `has_alpha` may mean
+    its transparency instead of its gray.
     """
 
     path: Path | None
     content: str = ""
     span: Span | None = None
+    has_alpha: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class ControlImage:
     content: str = ""
     width: int = 0
     height: int = 0
+    colors: Colors = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ class Sample:
     `width` and `height` are as the image is seen, after EXIF rotation. `content` is the hex sha256 of the image file's bytes. `repeats` is
     how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
     `source` counts the data's sources from 0. Regularization samples keep the model's own idea
-    of a class: they are never used for validation.
+    of a class: they are never used for validation. `colors` and `has_alpha` (transparency, used or not) are as the
+    image's header says.
     """
 
     path: Path
@@ -74,6 +83,8 @@ class Sample:
     written: str | None = None
     own_caption: bool = True
     controls: tuple[ControlImage, ...] = ()
+    colors: Colors = ""
+    has_alpha: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:

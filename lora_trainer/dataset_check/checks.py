@@ -135,7 +135,7 @@ def measure_masks(samples: Sequence[Sample]) -> dict[str, Seen]:
         for sample in samples
         if sample.mask is not None and sample.mask.path is not None
     }
-    return dict(zip(files, measure_images(list(files.values())), strict=True))
+    return dict(zip(files, measure_images(list(files.values()), are_masks=True), strict=True))
 
 
 def alike_of(samples: Sequence[Sample], seen: Sequence[Seen]) -> Alike:

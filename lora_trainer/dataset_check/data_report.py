@@ -185,6 +185,7 @@ MANY = {
     "swapped_control": "are control images of others",
     "control_differs": "have a control image of another shape",
     "black_mask": "have a mask that is black everywhere",
+    "white_mask": "have a mask that is white everywhere",
     "two_captions": "have two captions",
     "orphan_caption": "are captions without an image",
     "absent_image": "name images that are not there",
@@ -202,10 +203,12 @@ MANY = {
     "collage": "are several images side by side",
     "uniform": "are nearly one color",
     "transparent": "are transparent in part",
+    "white_on_white": "are white where they meet their transparent background",
     "blurred": "are blurred",
     "over_compressed": "are compressed too far",
     "border": "have a border of one color",
     "animated": "have several frames",
+    "damaged_profile": "have a color profile that cannot be used",
     "wrong_ending": "have the ending of another format",
 }
 SEVERITIES = ("error", "warning", "note")

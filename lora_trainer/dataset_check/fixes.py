@@ -15,7 +15,7 @@ from lora_trainer.data.images.images import (
     header_of,
     opened,
     orientation_of,
-    to_rgb,
+    to_srgb,
 )
 from lora_trainer.data.images.measures import SMALL_SIDE, Borders
 from lora_trainer.data.sample import Sample
@@ -39,7 +39,7 @@ def fix_image(
         with opened(sample.path, sample.span) as image:
             turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
             image.load()
-            flat = image.convert("RGBA") if image.has_transparency_data else to_rgb(image)
+            flat = to_srgb(image)
     except BrokenImageError as error:
         raise OSError(None, f"{sample.path} {error.message}") from error
     flat = flat.transpose(turn) if turn is not None else flat

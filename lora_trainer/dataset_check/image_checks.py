@@ -25,7 +25,8 @@ BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
 BORDER_AREA = 0.03  # share of the image
 FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
 TRANSPARENT_AREA = 0.01
-BLACK, BLACK_SPREAD = 2, 0.5  # gray levels, 0 to 255
+BLACK, WHITE, FLAT_SPREAD = 2, 253, 0.5  # gray levels, 0 to 255
+OUTLINE_SEEN = 0.5  # of an outline on white; less is lost
 
 READING_CODES = frozenset(
     {
@@ -151,11 +152,15 @@ def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen:
         message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
         fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
         yield finding_of(sample, "transparent", "note", message, fix)
+    if seen.outline < OUTLINE_SEEN and sample.mask is None:
+        message = f"shows {seen.outline:.0%} of its outline: the rest is white, and transparency is laid on white."
+        fix = "Lay it on a background of another color, unless it is meant, as a sticker's white edge is."
+        yield finding_of(sample, "white_on_white", "note", message, fix)
     yield from _of_mask(context, sample, seen)
 
 
 def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Finding]:
-    """A mask that cannot be decoded, or leaves nothing to learn."""
+    """A mask that cannot be decoded, leaves nothing to learn, or leaves nothing out."""
     if sample.mask is None:
         return
     mask = context.masks.get(sample.mask.content)
@@ -163,11 +168,21 @@ def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Find
         message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
         yield finding_of(sample, "unreadable_mask", "error", message, fix)
         return
-    clear = seen.transparent == 1.0 and seen.spread < UNIFORM_SPREAD
-    if clear if mask is None else mask.spread < BLACK_SPREAD and max(mask.thumb, default=0) <= BLACK:
+    levels = seen.alpha
+    if mask is not None:
+        is_flat = mask.thumb and mask.spread < FLAT_SPREAD
+        levels = (min(mask.thumb), max(mask.thumb)) if is_flat else None
+    if levels is None:
+        return
+    darkest, brightest = levels
+    if brightest <= BLACK:
         message = "has a mask that is black everywhere: nothing of it is learned."
         fix = "Paint white what is to be learned, or remove the image."
         yield finding_of(sample, "black_mask", "warning", message, fix)
+    if darkest >= WHITE:
+        message = "has a mask that is white everywhere: all of it is trained on."
+        fix = "Paint black what is not to be learned, or move the image to a source without masks."
+        yield finding_of(sample, "white_mask", "warning", message, fix)
 
 
 @of_each
@@ -214,10 +229,13 @@ def check_borders(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: 
 
 @of_each
 def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
-    """Animations, and endings that are not the format's."""
+    """Animations, colors that are not understood, and endings that are not the format's."""
     if seen.frames > 1:
         message = f"has {seen.frames} frames; only the first is used."
         yield finding_of(sample, "animated", "note", message, "Save the frame that is meant.")
+    if seen.colors == "damaged":
+        message = "has a color profile that cannot be used; its colors are trained as sRGB's."
+        yield finding_of(sample, "damaged_profile", "note", message, "Save it again as sRGB, if its colors look wrong.")
     if seen.format and sample.path.suffix.lower() not in ENDINGS_OF_FORMAT.get(seen.format, ()):
         message = f"is a {seen.format} file, whatever its ending says."
         yield finding_of(sample, "wrong_ending", "note", message, "Rename it.")

@@ -6,6 +6,7 @@ A dataset that a user has elsewhere is only read. What may be edited lies in the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from starlette.responses import FileResponse
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.images.images import IMAGE_ENDINGS
+from lora_trainer.data.images.images import IMAGE_ENDINGS, BrokenImageError, header_of
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.images.spans import content_of, open_bytes
 from lora_trainer.data.sample import Span
@@ -346,7 +347,7 @@ class OneImage(Named):
 
 @router.get("/image")
 def show_image(asked: Annotated[OneImage, Query()], state: State) -> Response:
-    """The bytes of an image, of its mask, or of a smaller copy."""
+    """The bytes of an image, of its mask, or of a smaller copy. A mask with transparency is sent as what training uses of it."""
     path = readable(asked.path, state)
     index = index_of(path, state)
     with index.lock:
@@ -375,12 +376,18 @@ def show_image(asked: Annotated[OneImage, Query()], state: State) -> Response:
     try:
         real = allowed(place, roots)
         span = span and Span(real, span.offset, span.size)
-        if asked.width is None:
+        is_mask, width = asked.what == "mask", asked.width
+        with contextlib.suppress(BrokenImageError):
+            if width is None and is_mask and header_of(real).has_alpha:
+                width = WIDTHS[
+                    1
+                ]  # a browser would show the transparency that is the mask; as large as the page draws on
+        if width is None:
             return whole_image(real, span, state)
-        content = row["content"] if asked.what == "image" else None
+        content = None if is_mask else row["content"]
         if content is None or content != asked.content:
             content = content_of(real, span)
-        answer = FileResponse(small_copy(real, span, content, asked.width, state.own / "thumbnails"))
+        answer = FileResponse(small_copy(real, span, content, width, state.own / "thumbnails", is_mask=is_mask))
     except OSError:
         raise Refusal(404, Problem(f"{asked.name[:200]} cannot be read.", "Load the page again.")) from None
     kept = f"private, max-age={A_YEAR}, immutable" if content == asked.content else "private, no-cache"

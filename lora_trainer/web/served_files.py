@@ -14,7 +14,7 @@ from starlette.responses import FileResponse
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import atomic_path
-from lora_trainer.data.images.images import TURNS, BrokenImageError, opened, orientation_of, to_rgb
+from lora_trainer.data.images.images import TURNS, BrokenImageError, opened, orientation_of, to_mask, to_rgb
 from lora_trainer.data.sample import Span
 from lora_trainer.web.safety import Refusal
 
@@ -79,9 +79,12 @@ def thumbnail(path: Path, width: int, folder: Path) -> Path:
     return small_copy(path, None, hashlib.sha256(path.read_bytes()).hexdigest(), width, folder)
 
 
-def small_copy(path: Path, span: Span | None, content: str, width: int, folder: Path) -> Path:
-    """The same of an image whose `content` is known; it may lie in a shard. It is turned as it is seen."""
-    kept = folder / content[:2] / f"{content}-{width}.webp"
+def small_copy(path: Path, span: Span | None, content: str, width: int, folder: Path, *, is_mask: bool = False) -> Path:
+    """The same of an image whose `content` is known; it may lie in a shard. It is turned as it is seen.
+
+    A mask is shown as the gray that training uses, without loss.
+    """
+    kept = folder / content[:2] / (f"{content}-{width}-mask.webp" if is_mask else f"{content}-{width}.webp")
     if kept.is_file():
         with contextlib.suppress(OSError):
             os.utime(kept)
@@ -92,13 +95,13 @@ def small_copy(path: Path, span: Span | None, content: str, width: int, folder: 
                 raise BrokenImageError("too_large", "has too many pixels.", "")
             turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
             image.draft("RGB", (width, width))
-            small = to_rgb(image)
+            small = to_mask(image) if is_mask else to_rgb(image)
             small = small if turn is None else small.transpose(turn)
             small.thumbnail((width, 8 * width))
     except BrokenImageError:
         raise Refusal(415, Problem(f"{path.name} is not an image that can be shown.", "Download it.")) from None
     with atomic_path(kept) as temporary:
-        small.save(temporary, "WEBP", quality=82)
+        small.save(temporary, "WEBP", quality=82, lossless=is_mask)
     if next(made) % PRUNED_AFTER == 0:
         prune(folder)
     return kept

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from lora_trainer.config.schema import SourceSection
+from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.caches.cache import CachePlan, fill_latents, plan_latents
 from lora_trainer.data.caches.store import Store
+from lora_trainer.data.images.images import load_mask
+from lora_trainer.data.images.pixels import read_mask
 from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.loader import masks_of
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Mask
-from lora_trainer.data.views import Framing, views_of
+from lora_trainer.data.views import Framing, View, views_of
 from lora_trainer.dataset_check import DatasetGate, check_dataset
-from tests.data.conftest import Draw
+from tests.data.conftest import Draw, noise_image
+from tests.data.profiles import PROPHOTO, gray_profile, rgb_profile
 from tests.data.test_cache import encode_image, fill
 
 
@@ -69,6 +77,9 @@ def test_empty_and_undecodable_masks_are_found(tmp_path: Path, draw: Draw) -> No
     cut_short.write_bytes(cut_short.read_bytes()[:2000])
     clear = np.zeros((300, 300, 4), dtype=np.uint8)
     Image.fromarray(clear).save(draw(tmp_path / "clear" / "3.png"))
+    half = noise_image(300, 300, 4)
+    half.putalpha(128)  # counts by half, everywhere
+    half.save(draw(tmp_path / "clear" / "4.png"))
     sources = [
         SourceSection(path=str(folder), masks=str(masks)),
         SourceSection(path=str(folder.parent / "clear"), masks="alpha"),
@@ -83,3 +94,139 @@ def test_empty_and_undecodable_masks_are_found(tmp_path: Path, draw: Draw) -> No
         ("2.png", "unreadable_mask", "error"),
         ("3.png", "black_mask", "warning"),
     }
+
+
+# What a mask's file means, by whatever way it came: its opacity where that varies, else its gray
+
+SIDE = 48
+SHOWN = np.zeros((SIDE, SIDE), dtype=np.uint8)
+SHOWN[12:36, 12:36] = 255  # what counts
+
+
+def layers(color: int | Image.Image, opacity: int | np.ndarray, mode: str = "RGBA") -> Image.Image:
+    image = color if isinstance(color, Image.Image) else Image.new("RGB", (SIDE, SIDE), (color,) * 3)
+    image = image.copy()
+    image.putalpha(Image.fromarray(opacity) if isinstance(opacity, np.ndarray) else opacity)
+    return image.convert(mode)
+
+
+def with_key(image: Image.Image, key: int) -> Image.Image:
+    image.info["transparency"] = key
+    return image
+
+
+def palette(opacity: bytes | None) -> Image.Image:
+    """Indices 0 outside and 1 inside, gray 0 and 255 of the palette; with `opacity` both of one color."""
+    image = Image.fromarray(SHOWN // 255).convert("P")
+    image.putpalette([9, 9, 9, 9, 9, 9] if opacity else [0, 0, 0, 255, 255, 255])
+    if opacity:
+        image.info["transparency"] = opacity
+    return image
+
+
+SCENE = noise_image(SIDE, SIDE, 7)
+MASKS: dict[str, Callable[[], Image.Image]] = {
+    "white on nothing": lambda: layers(255, SHOWN),
+    "black on nothing": lambda: layers(0, SHOWN),
+    "cut-out": lambda: layers(SCENE, SHOWN),
+    "gray with opacity": lambda: layers(100, SHOWN, "LA"),
+    "palette with opacity": lambda: palette(b"\0\xff"),
+    "gray with a transparent level": lambda: with_key(Image.fromarray(SHOWN), 0),
+    "deep with a transparent level": lambda: with_key(Image.fromarray(SHOWN.astype(np.uint16) + 7), 7),
+    "gray": lambda: Image.fromarray(SHOWN),
+    "colors": lambda: Image.fromarray(SHOWN).convert("RGB"),
+    "opaque": lambda: layers(Image.fromarray(SHOWN).convert("RGB"), 255),
+    "opaque gray": lambda: layers(Image.fromarray(SHOWN).convert("RGB"), 255, "LA"),
+    "half opaque everywhere": lambda: layers(Image.fromarray(SHOWN).convert("RGB"), 128),
+    "opaque but for rounding": lambda: layers(Image.fromarray(SHOWN).convert("RGB"), 254 + SHOWN // 255),
+    "one bit": lambda: Image.fromarray(SHOWN).convert("1"),
+    "sixteen bits": lambda: Image.fromarray(SHOWN.astype(np.uint16) * 257),
+    "palette": lambda: palette(None),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_a_mask_means(tmp_path: Path, name: str) -> None:
+    for ending in ("png", "webp", "tiff") if MASKS[name]().mode in ("RGB", "RGBA") else ("png",):
+        path = tmp_path / f"mask.{ending}"
+        MASKS[name]().save(path, **({"lossless": True, "exact": True} if ending == "webp" else {}))
+        assert (np.asarray(load_mask(path)) == SHOWN).all(), ending
+        assert load_mask(path).info == {}  # a profile left in it would be applied to what is measured
+
+
+def test_profiles_do_not_change_masks(tmp_path: Path) -> None:
+    levels = Image.fromarray(np.arange(256, dtype=np.uint8)[None])
+    levels.save(tmp_path / "gray.png", icc_profile=gray_profile(1.0))
+    levels.convert("RGB").save(tmp_path / "color.png", icc_profile=rgb_profile(PROPHOTO))
+    for name in ("gray.png", "color.png"):
+        assert np.asarray(load_mask(tmp_path / name)).ravel().tolist() == list(range(256))
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "table", "beside"])
+@pytest.mark.parametrize("name", ["white on nothing", "cut-out", "opaque"])
+def test_masks_mean_the_same_in_every_source(tmp_path: Path, draw: Draw, name: str, kind: str) -> None:
+    images = tmp_path / "images"
+    draw(images / "a.png", SIDE, SIDE, seed=1)
+    place = images / "a-masklabel.png" if kind == "beside" else tmp_path / "masks" / "a.png"
+    place.parent.mkdir(exist_ok=True)
+    MASKS[name]().save(place)
+    data = images
+    if kind == "tar":
+        data = tmp_path / "a.tar"
+        with tarfile.open(data, "w") as tar:
+            tar.add(images / "a.png", "a.png")
+            tar.add(images / "a.txt", "a.txt")
+    if kind == "table":
+        data = images / "table.jsonl"
+        data.write_text(json.dumps({"file_name": "a.png", "text": "a thing"}), "utf-8")
+    (sample,) = read_manifest([SourceSection(path=str(data), masks=str(place.parent))])[0].samples
+    mask = read_mask(sample, View(fit_to(SIDE, SIDE, Bucket(SIDE, SIDE))))
+    assert mask is not None
+    assert torch.equal(mask[0], torch.from_numpy(SHOWN / 255.0).float())
+
+
+def test_masks_that_leave_nothing_out_are_found(tmp_path: Path, draw: Draw) -> None:
+    """As files, by opacity or by gray, and as the image's own transparency that nothing uses."""
+    folder, masks, own = tmp_path / "data", tmp_path / "masks", tmp_path / "own"
+    masks.mkdir()
+    own.mkdir()
+    white = {"gray": layers(255, 255).convert("L"), "opaque": layers(255, 255), "one_bit": Image.new("1", (48, 48), 1)}
+    other = {name: MASKS[name.replace("_", " ")]() for name in ("white_on_nothing", "cut-out", "gray", "palette")}
+    for seed, (name, mask) in enumerate({**white, **{f"{name}_good": mask for name, mask in other.items()}}.items()):
+        draw(folder / f"{name}.png", SIDE, SIDE, seed=seed)
+        mask.save(masks / f"{name}.png")
+    for name, opacity in {"own": 255, "own_good": SHOWN}.items():
+        layers(noise_image(SIDE, SIDE, 20 + len(name)), opacity).save(own / f"{name}.png")
+        (own / f"{name}.txt").write_text("a thing", "utf-8")
+    sources = [
+        SourceSection(path=str(folder), masks=str(masks)),
+        SourceSection(path=str(own), masks="alpha"),
+    ]
+    manifest, findings = read_manifest(sources)
+    report = check_dataset(manifest, findings, DatasetGate([Framing((48,), 16)] * 2))
+    of_masks = {
+        (each.path.stem, each.code, each.severity) for each in report.findings if each.path and "_mask" in each.code
+    }
+    assert of_masks == {(name, "white_mask", "warning") for name in (*white, "own")}
+
+
+def test_a_subject_that_is_white_on_nothing_is_found(tmp_path: Path) -> None:
+    """Laid on white, its outline is lost. A mask says that the transparent part does not count."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    inner = np.zeros((SIDE, SIDE), dtype=np.uint8)
+    inner[18:30, 18:30] = 1
+    for name, (edge, middle) in {"ghost": (255, 90), "bear": (60, 255), "egg": (240, 240)}.items():
+        colors = np.where(inner == 1, middle, edge).astype(np.uint8)
+        layers(Image.fromarray(colors).convert("RGB"), SHOWN).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"the {name}", "utf-8")
+
+    def found(**options: str) -> set[tuple[str, str]]:
+        manifest, findings = read_manifest([SourceSection(path=str(folder), **options)])
+        report = check_dataset(manifest, findings, DatasetGate([Framing((48,), 16)]))
+        return {
+            (each.path.stem, each.severity) for each in report.findings if each.path and each.code == "white_on_white"
+        }
+
+    assert found() == {("ghost", "note"), ("egg", "note")}
+    assert found(masks="alpha") == set()

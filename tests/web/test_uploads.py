@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
@@ -467,12 +468,40 @@ def test_masks_that_do_not_fit_are_refused(client: TestClient, own: Path) -> Non
     assert files(own) == before
 
 
-def test_colors_and_transparency_are_no_mask(client: TestClient, own: Path) -> None:
+def test_masks_with_colors_or_transparency_mean_what_they_do_in_a_folder(client: TestClient, own: Path) -> None:
     names_of(client, own)
-    for color in ((255, 0, 0, 255), (255, 255, 255, 100)):
+    shown = Image.new("L", (300, 200))
+    shown.paste(255, (0, 0, 150, 200))
+    drawn, cut_out = Image.new("RGBA", (300, 200), (255, 255, 255, 0)), Image.new("RGB", (300, 200), (200, 0, 90))
+    drawn.paste((255, 255, 255, 255), (0, 0, 150, 200))
+    cut_out.putalpha(shown)
+    deep = Image.fromarray(np.asarray(shown).astype(np.uint16) * 257)
+    for image in (drawn, cut_out, deep, shown.convert("RGB")):
         file = io.BytesIO()
-        Image.new("RGBA", (300, 200), color).save(file, "PNG")
-        assert put(client, own, "first.png", file.getvalue(), what="mask").status_code == 422
+        image.save(file, "PNG")
+        answer = put(client, own, "first.png", file.getvalue(), what="mask")
+        assert (answer.status_code, answer.json()["white"]) == (200, pytest.approx(0.5))
+        with Image.open(own / "first-masklabel.png") as saved:
+            assert (saved.mode, saved.tobytes()) == ("L", shown.tobytes())
+
+
+def test_a_mask_with_transparency_is_shown_as_it_counts(client: TestClient, own: Path) -> None:
+    """A browser would lay the file itself on nothing: a cut-out would be drawn on as if its colors counted."""
+    shown = Image.new("L", (300, 200))
+    shown.paste(255, (0, 0, 150, 200))
+    cut_out = Image.new("RGB", (300, 200), (40, 0, 20))
+    cut_out.putalpha(shown)
+    cut_out.save(own / "first-masklabel.png")
+    names_of(client, own)
+    asked = {"path": str(own), "name": "first.png"}
+    for route, more in (("mask", {}), ("image", {"what": "mask"}), ("image", {"what": "mask", "width": 300})):
+        body = client.get(f"/api/datasets/{route}", params={**asked, **more}).content
+        with Image.open(io.BytesIO(body)) as found:
+            assert found.convert("L").tobytes() == shown.tobytes(), (route, more)
+
+
+def test_masks_are_of_images_that_are_there(client: TestClient, own: Path) -> None:
+    names_of(client, own)
     assert put(client, own, "gone.png", mask(), what="mask").status_code == 404
     assert put(client, own, "../own/first.png", mask(), what="mask").status_code == 404
     (own / "first.webp").write_bytes(image_bytes("WEBP"))

@@ -29,12 +29,14 @@ from lora_trainer.data.caches.filling import Progress, Work, build_missing, usua
 from lora_trainer.data.caches.store import Shelf
 from lora_trainer.data.images.pixels import ShownView, encode_shown, read_controls, read_shown
 from lora_trainer.data.prompt_weights import WeightedText, spoken
-from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample import ControlImage, Sample
 from lora_trainer.data.views import View
 
 # Part of every key: change it when images are fitted to their bucket differently.
 TRANSFORM = "lanczos-cover-centre-1"
 RECOLORED, MASKED = "recoloured-1", "area-1"  # likewise, of recolored views and of masks
+# Likewise, of images whose header states other colors than sRGB's, and of mask files with transparency.
+CONVERTED, MASKED_BY_ALPHA = "srgb-1", "alpha-1"
 
 # In the order in which they are looked for: the first that differs is the reason.
 REASONS = {
@@ -140,6 +142,15 @@ def _view_text(view: View) -> str:
     return f"{text} {RECOLORED} {view.color}" if view.color else text
 
 
+def _content_text(image: Sample | ControlImage) -> str:
+    """Which pixels an image has. Only where they are converted the text says so: all other keys stay."""
+    return f"{image.content} {CONVERTED}" if image.colors == "converted" else image.content
+
+
+def _controls_text(sample: Sample) -> str:
+    return " ".join(map(_content_text, sample.controls))
+
+
 def plan_latents(
     shown: Sequence[tuple[Sample, View]], folder: Path, encoder_key: str, dtype: torch.dtype
 ) -> CachePlan[tuple[Sample, View]]:
@@ -149,12 +160,15 @@ def plan_latents(
 
     def describe(index: int) -> tuple[str, Record]:
         sample, view = items[index]
+        mask = "none" if sample.mask is None else f"{sample.mask.content or 'alpha'} {MASKED}"
+        if sample.mask is not None and sample.mask.has_alpha:
+            mask = f"{mask} {MASKED_BY_ALPHA}"
         # Named only where there are any, so that the entries of all other images keep their keys.
-        controls = {"controls": " ".join(each.content for each in sample.controls)} if sample.controls else {}
+        controls = {"controls": _controls_text(sample)} if sample.controls else {}
         return names[index], controls | {
-            "content": sample.content,
+            "content": _content_text(sample),
             "size": _view_text(view),
-            "mask": "none" if sample.mask is None else f"{sample.mask.content or 'alpha'} {MASKED}",
+            "mask": mask,
             "encoder": encoder_key,
             "dtype": str(dtype),
         }
@@ -238,8 +252,8 @@ def text_keys(
 def _caption_record(caption: Caption | EditText) -> Record:
     if isinstance(caption, EditText):
         sample = caption.sample  # its content chooses the colors of a recolored control image
-        seen = {"controls": " ".join(each.content for each in sample.controls), "size": _view_text(caption.view)}
-        return _caption_record(caption.caption) | seen | {"content": sample.content}
+        seen = {"controls": _controls_text(sample), "size": _view_text(caption.view)}
+        return _caption_record(caption.caption) | seen | {"content": _content_text(sample)}
     if isinstance(caption, str):
         return {"caption": caption}
     return {"caption": "".join(part for part, _ in caption), "weights": json.dumps(caption)}

@@ -7,10 +7,10 @@ kept by content, so no image is decoded twice for this, wherever it lies.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lora_trainer.data.images.measures import MEASURES, Seen, seen_broken, seen_from_json
+from lora_trainer.data.images.measures import MASK_MEASURES, MEASURES, Seen, seen_broken, seen_from_json
 from lora_trainer.data.images.remembered import Remembered, remembered
 from lora_trainer.data.images.remote import is_pointer
 from lora_trainer.data.images.scan import REMOTE_SECONDS, lost, not_sent
@@ -22,47 +22,56 @@ PIXELS_A_SECOND = 1_000_000
 AT_ONCE = 2000  # measures read or written together
 
 
-def measure_images(samples: Sequence[Sample], progress: Progress | None = None) -> tuple[Seen, ...]:
+def measure_images(
+    samples: Sequence[Sample], progress: Progress | None = None, *, are_masks: bool = False
+) -> tuple[Seen, ...]:
     """The measures of each sample's image after a full decode, in order; broken ones say why.
 
-    Raises UsageError where a server does not send them.
+    Of masks, those of the gray that training uses. Raises UsageError where a server does not send them.
     """
+    version = MASK_MEASURES if are_masks else MEASURES
     first: dict[str, Sample] = {}
     for sample in samples:
         first.setdefault(sample.content, sample)
     ticker = Ticker(progress, len(first))
     with remembered() as store:
-        seen = _known(list(first), store, ticker)
+        seen = _known(first, version, store, ticker)
         left = [sample for content, sample in first.items() if content not in seen]
         fresh: dict[str, str] = {}
         try:
-            for sample, result in _decoded(left):
+            for sample, result in _decoded(left, "mask_seen" if are_masks else "seen"):
                 seen[sample.content] = found = seen_from_json(result)
                 if found.broken is None:
                     fresh[sample.content] = result
                 if len(fresh) >= AT_ONCE:
-                    store.keep_measures(fresh, MEASURES)
+                    store.keep_measures(fresh, version)
                     fresh.clear()
                 ticker.step()
         finally:
-            store.keep_measures(fresh, MEASURES)
+            store.keep_measures(fresh, version)
     return tuple(seen[sample.content] for sample in samples)
 
 
-def _known(contents: Sequence[str], store: Remembered, ticker: Ticker) -> dict[str, Seen]:
-    """The measures of earlier runs; a row that cannot be read counts as none."""
+def _known(samples: Mapping[str, Sample], version: int, store: Remembered, ticker: Ticker) -> dict[str, Seen]:
+    """The measures of earlier runs, by content; a row that cannot be read counts as none."""
     known: dict[str, Seen] = {}
+    contents = list(samples)
     for start in range(0, len(contents), AT_ONCE):
-        for content, text in store.measures(contents[start : start + AT_ONCE], MEASURES).items():
+        for content, text in store.measures(contents[start : start + AT_ONCE], version).items():
             try:
-                known[content] = seen_from_json(text)
+                seen = seen_from_json(text)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-            ticker.step()
+            # An image that was measured before its colors were converted, or its transparency measured, is measured again.
+            sample = samples[content]
+            is_same = seen.colors == sample.colors and (seen.alpha is not None or not sample.has_alpha)
+            if is_same or version == MASK_MEASURES:
+                known[content] = seen
+                ticker.step()
     return known
 
 
-def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
+def _decoded(samples: Sequence[Sample], job: str) -> Iterator[tuple[Sample, str]]:
     tasks = []
     for sample in samples:
         start, length = (0, -1) if sample.span is None else (sample.span.offset, sample.span.size)
@@ -70,7 +79,7 @@ def _decoded(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
         pixels = sample.width * sample.height
         seconds = REMOTE_SECONDS if is_pointer(Path(path)) else SECONDS
         tasks.append(Task([path, start, length, sample.content], pixels, seconds + pixels / PIXELS_A_SECOND))
-    for number, result in run_tasks("seen", tasks):
+    for number, result in run_tasks(job, tasks):
         if away := not_sent(tasks[number], result):
             raise away
         lone = result in ("crashed", "hung")

@@ -1,7 +1,7 @@
 """Images of every kind, turned into 8-bit RGB pixels as they are seen.
 
-EXIF rotation is applied, transparency is laid on white, 16-bit values are scaled (not
-clipped), animations give their first frame, ICC profiles are ignored.
+EXIF rotation is applied, colors become sRGB's, transparency is laid on white, 16-bit values
+are scaled (not clipped), animations give their first frame.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError, features
 from PIL.PngImagePlugin import PngImageFile
 
+from lora_trainer.data.images.colors import apply_transform, colors_of, conversion_of, scale_key
 from lora_trainer.data.images.remote import RemoteError
 from lora_trainer.data.images.spans import open_bytes
-from lora_trainer.data.sample import Span
+from lora_trainer.data.sample import Colors, Span
 
 if TYPE_CHECKING:
     from lora_trainer.data.buckets import ResizeCrop
@@ -52,11 +53,12 @@ TURNS: dict[int, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 SIDEWAYS = (5, 6, 7, 8)
-QUARTERS = tuple(TURNS[orientation] for orientation in SIDEWAYS)
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHUNKS_WITH_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 MOST_CHUNKS = 100_000
+
+OPAQUE_LEVELS = 2  # of 255; opacity that varies by no more is one opacity, rounded
 
 # Pillow refuses from twice its own warning limit on; the same number, named.
 MOST_PIXELS = 178_956_970
@@ -80,6 +82,8 @@ class Header:
     height: int
     format: str  # Pillow's name: "PNG", "JPEG", …
     frames: int  # more than 1 means animated or several pages
+    colors: Colors
+    has_alpha: bool  # transparency, whether or not any pixel uses it
 
 
 @contextlib.contextmanager
@@ -102,6 +106,7 @@ def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.I
             image = stack.enter_context(Image.open(file, formats=READERS))
             if image.width * image.height > MOST_PIXELS:
                 raise Image.DecompressionBombError
+            scale_key(image)
             yield image
     except (BrokenImageError, RemoteError):  # a server that is away damages no image
         raise
@@ -128,7 +133,7 @@ def _reason(error: Exception) -> str:
 
 
 def header_of(place: Path | BinaryIO, span: Span | None = None) -> Header:
-    """Size after EXIF rotation, format and frames, without decoding the pixels.
+    """Size after EXIF rotation, format, frames and what is said about colors, without decoding the pixels.
 
     Raises BrokenImageError.
     """
@@ -138,7 +143,7 @@ def header_of(place: Path | BinaryIO, span: Span | None = None) -> Header:
         if image.format != "TIFF" and orientation_of(image) in SIDEWAYS:
             width, height = height, width
         frames = 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
-        return Header(width, height, image.format or "", frames)
+        return Header(width, height, image.format or "", frames, colors_of(image), image.has_transparency_data)
 
 
 def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
@@ -194,33 +199,86 @@ def refuse_damaged_pixels(image: Image.Image) -> None:
 
 def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
     """The whole image as 8-bit RGB, as it is seen. Raises BrokenImageError."""
-    with opened(path, span) as image:
-        turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
-        image.load()
-        flat = to_rgb(image)
-        return flat.transpose(turn) if turn is not None else flat
+    return _load(path, span, to_rgb)
 
 
 def load_alpha(path: Path, span: Span | None = None) -> Image.Image:
     """The image's opacity as gray, as it is seen: white where it covers. Raises BrokenImageError."""
+    return _load(path, span, lambda image: alpha_of(image) or Image.new("L", image.size, 255))
+
+
+def load_mask(path: Path, span: Span | None = None) -> Image.Image:
+    """A mask's file as gray, turned as it is seen: white where the loss counts. Raises BrokenImageError."""
+    return _load(path, span, to_mask)
+
+
+def _load(path: Path, span: Span | None, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
     with opened(path, span) as image:
         turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
         image.load()
-        if not image.has_transparency_data:
-            return Image.new("L", image.size if turn not in QUARTERS else image.size[::-1], 255)
-        alpha = image.convert("RGBA").getchannel("A")
-        return alpha.transpose(turn) if turn is not None else alpha
+        flat = convert(image)
+        return flat.transpose(turn) if turn is not None else flat
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow mode as RGB, transparency laid on white."""
-    if image.mode.startswith("I") or image.mode == "F":
-        return Image.fromarray(scale_deep(np.asarray(image))).convert("RGB")
-    if image.has_transparency_data:
-        seen = image.convert("RGBA")
-        white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, seen).convert("RGB")
-    return image.convert("RGB")
+    """Any Pillow mode as RGB in sRGB's colors, transparency laid on white."""
+    seen = to_srgb(image)
+    if seen.mode == "RGB":
+        return seen
+    white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, seen).convert("RGB")
+
+
+def to_srgb(image: Image.Image) -> Image.Image:
+    """Any Pillow mode as RGB in sRGB's colors, or as RGBA where it has transparency."""
+    conversion = conversion_of(image)
+    if conversion.transform is None and not is_deep(image):
+        flat = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    else:
+        # Neither littleCMS nor Pillow's 16 bits have opacity beside the colors.
+        alpha = alpha_of(image)
+        flat = Image.fromarray(scale_deep(np.asarray(image))) if is_deep(image) else image
+        if conversion.transform is None:
+            flat = flat.convert("RGB")
+        else:
+            flat = apply_transform(flat.convert(conversion.mode), conversion.transform)
+        if alpha is not None:
+            flat.putalpha(alpha)
+    # Pillow would save it with these pixels, which are sRGB's.
+    flat.info.pop("icc_profile", None)
+    return flat
+
+
+def to_mask(image: Image.Image) -> Image.Image:
+    """A mask of any Pillow mode as gray: its opacity where that varies, else its gray values, as they are stored.
+
+    So a drawing on nothing and a cut-out count where they cover. A mask holds amounts, not colors: profiles do not count.
+    """
+    alpha = alpha_of(image)
+    if alpha is not None and np.ptp(np.asarray(alpha)) > OPAQUE_LEVELS:
+        mask = alpha
+    elif is_deep(image):
+        mask = Image.fromarray(scale_deep(np.asarray(image)))
+    else:
+        mask = image.convert("RGB").convert("L")
+    mask.info.clear()  # the image's profile and transparent color
+    return mask
+
+
+def alpha_of(image: Image.Image) -> Image.Image | None:
+    """The opacity of an image as gray; None for one without transparency."""
+    if not image.has_transparency_data:
+        return None
+    if is_deep(image):
+        clear = np.asarray(image) == image.info["transparency"]
+        return Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
+    rgba = image if image.mode.endswith("A") else image.convert("RGBA")
+    return rgba.getchannel("A")
+
+
+def is_deep(image: Image.Image) -> bool:
+    """Whether an image's gray values have more than 8 bits."""
+    return image.mode.startswith("I") or image.mode == "F"
 
 
 def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:

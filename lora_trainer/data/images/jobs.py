@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.data.images.images import BrokenImageError, header_of, opened, refuse_damaged_pixels, unreadable
+from lora_trainer.data.images.images import (
+    BrokenImageError,
+    header_of,
+    load_mask,
+    opened,
+    refuse_damaged_pixels,
+    to_mask,
+    unreadable,
+)
 from lora_trainer.data.images.measures import Seen, measure, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
 from lora_trainer.data.images.remote import RemoteError, is_pointer
 from lora_trainer.data.images.spans import READ_WHOLE, content_of, open_bytes, open_regular
-from lora_trainer.data.sample import Span
+from lora_trainer.data.sample import Colors, Span
 
 MOST_BYTES = 2**32  # more than any image that can be trained on has
 STILL_WARM = 2.0  # seconds; a file written so lately may change again within its clock's step
@@ -33,6 +42,8 @@ class Facts:
     frames: int
     content: str
     bytes: int
+    colors: Colors = ""
+    has_alpha: bool = False
 
 
 def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
@@ -51,8 +62,7 @@ def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
         return {"remote": error.strerror}
     # A write within the clock's step does not change the times.
     warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
-    values = [facts.width, facts.height, facts.format, facts.frames, facts.content, facts.bytes]
-    found: dict[str, Any] = {"facts": values, "stamp": None if warm else list(stamp)}
+    found: dict[str, Any] = {"facts": list(astuple(facts)), "stamp": None if warm else list(stamp)}
     if span is not None and is_pointer(path):  # its bytes are here now, and measuring them later would fetch them again
         with contextlib.suppress(BrokenImageError, RemoteError):
             found["seen"] = _measured(path, span, facts.content).to_json()
@@ -96,22 +106,27 @@ def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
     else:
         header = header_of(path, span)
         content = content_of(path, span)
-    return Facts(header.width, header.height, header.format, header.frames, content, size)
+    return Facts(
+        header.width, header.height, header.format, header.frames, content, size, header.colors, header.has_alpha
+    )
 
 
-def read_seen(what: tuple[str, int, int, str]) -> str | dict[str, str]:
-    """The worker's job: one image measured, as JSON; or why its server does not send it."""
+def read_seen(what: tuple[str, int, int, str], *, is_mask: bool = False) -> str | dict[str, str]:
+    """The worker's job: one image measured, as JSON; or why its server does not send it.
+
+    Of a mask, the gray that training uses of it is measured.
+    """
     name, start, length, content = what
     path = Path(name)
     try:
-        return _measured(path, None if length < 0 else Span(path, start, length), content).to_json()
+        return _measured(path, None if length < 0 else Span(path, start, length), content, is_mask=is_mask).to_json()
     except BrokenImageError as broken:
         return seen_broken(broken).to_json()
     except RemoteError as error:
         return {"remote": str(error.strerror)}
 
 
-def _measured(path: Path, span: Span | None, content: str) -> Seen:
+def _measured(path: Path, span: Span | None, content: str, *, is_mask: bool = False) -> Seen:
     """Raises RemoteError, and BrokenImageError also when the bytes are not those that were listed."""
     try:
         with open_bytes(path, span) as file:
@@ -127,38 +142,42 @@ def _measured(path: Path, span: Span | None, content: str) -> Seen:
         raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
         refuse_damaged_pixels(image)
-        return measure(image)
+        return measure(to_mask(image) if is_mask else image)
 
 
 def write_gray_mask(what: tuple[str, str, str]) -> dict[str, Any]:
     """The worker's job: a mask that somebody drew for an image, written again as 8-bit gray PNG without anything else.
 
-    It must be gray, of the image's size as it is seen, and not black all over.
+    It must be a PNG of the image's size as it is seen, and not black all over.
     """
     image, drawn, target = map(Path, what)
     try:
-        header = header_of(image)
-        with opened(drawn) as mask:
-            if mask.format != "PNG" or mask.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
-                message = f"is {mask.format} of mode {mask.mode}, not a PNG of 8 bits."
-                raise BrokenImageError("mask_differs", message, "Save it as a gray PNG.")
-            if mask.size != (header.width, header.height):
-                message = f"is {mask.width}×{mask.height}, the image {header.width}×{header.height}."
-                raise BrokenImageError("mask_differs", message, "Draw the mask at the size of the image.")
-            red, green, blue, alpha = mask.convert("RGBA").split()
-        if alpha.getextrema() != (255, 255) or red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes():
-            raise BrokenImageError("mask_differs", "has colors or transparency.", "Save it as a gray PNG.")
-        if red.getextrema() == (0, 0):
+        header, drawn_header = header_of(image), header_of(drawn)
+        if drawn_header.format != "PNG":
+            message = f"is {drawn_header.format}, not a PNG."
+            raise BrokenImageError("mask_differs", message, "Save it as a gray PNG.")
+        width, height = drawn_header.width, drawn_header.height
+        if (width, height) != (header.width, header.height):
+            message = f"is {width}×{height}, the image {header.width}×{header.height}."
+            raise BrokenImageError("mask_differs", message, "Draw the mask at the size of the image.")
+        mask = load_mask(drawn)
+        if mask.getextrema() == (0, 0):
             raise BrokenImageError(
                 "mask_differs", "is black: nothing of the image would count.", "Paint what counts, or remove the mask."
             )
     except BrokenImageError as broken:
         return {"broken": [broken.code, broken.message, broken.fix]}
     try:
-        red.save(target, "PNG")
+        mask.save(target, "PNG")
     except OSError as error:
         return {"errno": error.errno}
-    return {"white": sum(level * count for level, count in enumerate(red.histogram())) / (255 * red.width * red.height)}
+    whole = 255 * mask.width * mask.height
+    return {"white": sum(level * count for level, count in enumerate(mask.histogram())) / whole}
 
 
-JOBS: dict[str, Callable[[Any], Any]] = {"facts": read_facts, "seen": read_seen, "mask": write_gray_mask}
+JOBS: dict[str, Callable[[Any], Any]] = {
+    "facts": read_facts,
+    "seen": read_seen,
+    "mask_seen": functools.partial(read_seen, is_mask=True),
+    "mask": write_gray_mask,
+}

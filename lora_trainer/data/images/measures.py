@@ -12,14 +12,18 @@ import functools
 import json
 import zlib
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lora_trainer.data.images.images import TURNS, BrokenImageError, orientation_of, to_rgb
+from lora_trainer.data.images.colors import colors_of
+from lora_trainer.data.images.images import TURNS, BrokenImageError, alpha_of, orientation_of, to_rgb
+from lora_trainer.data.sample import Colors
 
 MEASURES = 5  # kept results of another number are measured again
+MASK_MEASURES = 1001  # the same of masks: a file may be an image here and a mask there
 
 Gray = NDArray[np.int16]
 LINES = 48  # rows and columns that edges are measured along
@@ -39,6 +43,10 @@ SEAM_SPREAD = 15  # levels, of the values on each side: a horizon or the edge of
 SEAM_SIGN = 0.05  # share of a line that rises and share that falls, at least
 GUTTER_WIDTH, MOST_GUTTERS = 0.1, 5  # share of the side; more bands are stripes
 INNER = 0.1  # share of the side at each end where no seam is looked for
+OPAQUE = 128  # opacity from which a pixel belongs to the subject
+OUTLINE_WIDTH = 2  # pixels of the small copy
+WHITE_LEVEL = 231  # 24 levels from white; a color none of whose channels is darker is not seen on it
+FEWEST_OUTLINE = 16  # pixels of the small copy
 THUMB_SIDE = 8
 MAP_SIDE, MAP_STEP = 64, 6  # cells of an edge map's side; gray levels between neighbors that are an edge
 MAP_BYTES = 4 * MAP_SIDE**2 // 8
@@ -66,6 +74,9 @@ class Seen:
     broken: tuple[str, str, str] | None = None
     format: str = ""
     frames: int = 1
+    colors: Colors = ""  # how its colors were read
+    alpha: tuple[int, int] | None = None  # least and most opacity, 0 to 255; None in an older row
+    outline: float = 1.0  # share of the outline of what its transparency leaves that is seen on white
     transparent: float = 0.0  # share of the pixels that are not opaque
     spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
     edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
@@ -90,7 +101,9 @@ def seen_from_json(text: str) -> Seen:
     broken = tuple(row.pop("broken") or ())
     borders, (thumb, edges) = Borders(**row.pop("borders")), (base64.b64decode(row.pop(name)) for name in BINARY)
     whole = (broken[0], broken[1], broken[2]) if broken else None
-    return Seen(broken=whole, borders=borders, thumb=thumb, edges=edges, **row)
+    opacity = row.pop("alpha", None)
+    alpha = None if opacity is None else (opacity[0], opacity[1])
+    return Seen(broken=whole, alpha=alpha, borders=borders, thumb=thumb, edges=edges, **row)
 
 
 def seen_broken(error: BrokenImageError) -> Seen:
@@ -107,11 +120,14 @@ def measure(image: Image.Image) -> Seen:
     turn = None if kind == "TIFF" else TURNS.get(orientation_of(image))
     frames = 1 if kind == "MPO" else int(getattr(image, "n_frames", 1))
     quality = jpeg_quality(image)
+    colors = colors_of(image)
     image.load()
-    transparent = transparent_share(image)
-    flat = image if image.mode == "RGB" and not image.has_transparency_data else to_rgb(image)
-    shrink = max(1, -(-max(flat.size) // SMALL_SIDE))
+    shrink = max(1, -(-max(image.size) // SMALL_SIDE))
+    alpha = measure_alpha(image, shrink)
+    is_plain = image.mode == "RGB" and alpha is None and colors != "converted"
+    flat = image if is_plain else to_rgb(image)
     small = flat.reduce(shrink)
+    outline = 1.0 if alpha is None else outline_shown(np.asarray(small), alpha.small)
     small = small.transpose(turn) if turn is not None else small
     plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
     hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
@@ -122,7 +138,10 @@ def measure(image: Image.Image) -> Seen:
     return Seen(
         format=kind,
         frames=frames,
-        transparent=round(transparent, 4),
+        colors=colors,
+        alpha=(255, 255) if alpha is None else alpha.levels,
+        outline=round(outline, 4),
+        transparent=0.0 if alpha is None else round(alpha.transparent, 4),
         spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
         edge=round(edge_width(some_lines(flat)), 3),
         quality=quality,
@@ -159,13 +178,39 @@ def read_edge_map(data: bytes) -> NDArray[np.int8] | None:
     return np.asarray(planes[:, 0] - planes[:, 1], dtype=np.int8)
 
 
-def transparent_share(image: Image.Image) -> float:
-    """Share of the pixels that are not fully opaque."""
-    if not image.has_transparency_data:
-        return 0.0
-    alpha = image if image.mode.endswith("A") else image.convert("RGBA")
-    counts = alpha.getchannel("A").histogram()
-    return 1.0 - counts[255] / max(1, sum(counts))
+class AlphaMeasures(NamedTuple):
+    """An image's opacity: the least and the most, the share of its pixels that are not opaque, and a small copy [h, w]."""
+
+    levels: tuple[int, int]
+    transparent: float
+    small: NDArray[np.uint8]
+
+
+def measure_alpha(image: Image.Image, shrink: int) -> AlphaMeasures | None:
+    """None for an image without transparency. Of a large one the whole opacity would need 180 MB, so it is not returned."""
+    alpha = alpha_of(image)
+    if alpha is None:
+        return None
+    counts = np.array(alpha.histogram())
+    levels = counts.nonzero()[0]
+    transparent = 1.0 - float(counts[255]) / max(1, int(counts.sum()))
+    return AlphaMeasures((int(levels[0]), int(levels[-1])), transparent, np.asarray(alpha.reduce(shrink)))
+
+
+def outline_shown(small: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> float:
+    """Share of a subject's outline against its transparent background [H, W] that is darker than the white it is laid on.
+
+    `small` [H, W, 3] is the image on white. A subject that is cut off by the image's side has no outline there.
+    """
+    covered = alpha >= OPAQUE
+    inside = covered
+    for _ in range(OUTLINE_WIDTH):
+        around = np.pad(inside, 1, constant_values=True)
+        inside = inside & around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:]
+    outline = covered & ~inside
+    if outline.sum() < FEWEST_OUTLINE:
+        return 1.0
+    return float((small[outline].min(axis=1) < WHITE_LEVEL).mean())
 
 
 def jpeg_quality(image: Image.Image) -> int:

@@ -14,7 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
 from lora_trainer.data.buckets import fit_to, has_other_shape
-from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_rgb
+from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_mask, load_rgb
 from lora_trainer.data.images.remote import RemoteError, unreachable
 from lora_trainer.data.images.render import render, render_mask
 from lora_trainer.data.images.spans import content_of
@@ -60,7 +60,7 @@ def read_mask(sample: Sample, view: View) -> Tensor | None:
         path, span, content = sample.path, sample.span, sample.content
         pixels = _unchanged(lambda: render_mask(load_alpha(path, span), view), path, span, content)
     else:
-        pixels = _unchanged(lambda: render_mask(load_rgb(path, span).convert("L"), view), path, span, content)
+        pixels = _unchanged(lambda: render_mask(load_mask(path, span), view), path, span, content)
     return torch.from_numpy(pixels).float()[None] / 255.0
 
 

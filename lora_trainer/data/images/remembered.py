@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_trainer.core.io import user_cache_folder
+from lora_trainer.data.sample import Colors
 
 NAME = "images.sqlite"
-LAYOUT = 1  # a file of another layout is put aside
+LAYOUT = 2  # a file of a newer layout is put aside; of the first, the measures are kept
 AT_ONCE = 400  # names in one question; SQLite takes 999 in its oldest builds
 MOST_BYTES = 10**9  # of the file, after `cache prune`
 WAIT = 10.0  # seconds for another process that writes
@@ -28,7 +29,7 @@ CREATE TABLE IF NOT EXISTS headers (
     path BLOB NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL,
     size INTEGER NOT NULL, mtime INTEGER NOT NULL, ctime INTEGER NOT NULL, inode INTEGER NOT NULL,
     content BLOB NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL,
-    format TEXT NOT NULL, frames INTEGER NOT NULL,
+    format TEXT NOT NULL, frames INTEGER NOT NULL, colors TEXT NOT NULL, has_alpha INTEGER NOT NULL,
     PRIMARY KEY (path, start, length)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS measures (
@@ -64,6 +65,8 @@ class Kept(NamedTuple):
     height: int
     format: str
     frames: int
+    colors: Colors = ""
+    has_alpha: bool = False
 
 
 def stamp_of(found: os.stat_result) -> Stamp:
@@ -85,16 +88,17 @@ class Remembered:
         for names in _parts(sorted({place.path for place in places})):
             marks = ",".join("?" * len(names))
             for row in self._query(f"SELECT * FROM headers WHERE path IN ({marks})", names):
-                stamp, (content, width, height, kind, frames) = Stamp(*row[3:7]), row[7:]
-                found[FilePlace(*row[:3])] = Kept(stamp, content.hex(), width, height, kind, frames)
+                stamp, (content, width, height, kind, frames, colors, has_alpha) = Stamp(*row[3:7]), row[7:]
+                kept = Kept(stamp, content.hex(), width, height, kind, frames, colors, bool(has_alpha))
+                found[FilePlace(*row[:3])] = kept
         return found
 
     def keep_headers(self, rows: Mapping[FilePlace, Kept]) -> None:
         values = [
-            (*place, *kept.stamp, bytes.fromhex(kept.content), kept.width, kept.height, kept.format, kept.frames)
+            (*place, *kept.stamp, bytes.fromhex(kept.content), *kept[2:])  # fields after stamp and content
             for place, kept in rows.items()
         ]
-        self._write(f"INSERT OR REPLACE INTO headers VALUES ({','.join('?' * 12)})", values)
+        self._write(f"INSERT OR REPLACE INTO headers VALUES ({','.join('?' * 14)})", values)
 
     def measures(self, contents: Sequence[str], version: int) -> dict[str, str]:
         """The stored measures of these contents."""
@@ -204,10 +208,12 @@ def _open(file: Path) -> sqlite3.Connection | None:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             layout = connection.execute("PRAGMA user_version").fetchone()[0]
-            if layout not in (0, LAYOUT):
+            if layout > LAYOUT:
                 raise sqlite3.DatabaseError(f"layout {layout}")
-            if layout == 0:
-                connection.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {LAYOUT}; COMMIT;")
+            if layout < LAYOUT:
+                # Headers of the first layout do not say how an image's colors are stored; its measures are as they were.
+                make = f"DROP TABLE IF EXISTS headers; {TABLES} PRAGMA user_version = {LAYOUT};"
+                connection.executescript(f"BEGIN IMMEDIATE; {make} COMMIT;")
             return connection
         except (OSError, sqlite3.Error) as error:
             if connection is not None:

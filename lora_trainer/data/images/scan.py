@@ -43,7 +43,8 @@ def read_headers(
         for number, key in enumerate(keys):
             if (kept := known.get(key)) is not None and kept.stamp == _stamp(key.path, stamps):
                 size = kept.stamp.size if key.length < 0 else key.length
-                found[number] = Facts(kept.width, kept.height, kept.format, kept.frames, kept.content, size)
+                values = (kept.width, kept.height, kept.format, kept.frames, kept.content, size)
+                found[number] = Facts(*values, kept.colors, kept.has_alpha)
         left = [number for number, facts in enumerate(found) if facts is None]
         ticker.step(len(places) - len(left))
         _read(left, keys, found, store, ticker)
@@ -74,7 +75,7 @@ def _read(
         found[place] = facts = facts_from(result)
         if isinstance(facts, Facts) and result["stamp"] is not None:
             values = (facts.content, facts.width, facts.height, facts.format, facts.frames)
-            fresh[keys[place]] = Kept(Stamp(*result["stamp"]), *values)
+            fresh[keys[place]] = Kept(Stamp(*result["stamp"]), *values, facts.colors, facts.has_alpha)
         if isinstance(facts, Facts) and "seen" in result:
             measured[facts.content] = result["seen"]
         if len(fresh) >= KEEP_AT_ONCE:

@@ -69,7 +69,7 @@ def judged_controls(
             message = f"has a control image that cannot be used: {each.path.name} {read.message}"
             reading.find("unreadable_control", "error", message, read.fix, sample.path)
             return None
-        control = ControlImage(each.path, each.span, read.content, read.width, read.height)
+        control = ControlImage(each.path, each.span, read.content, read.width, read.height, read.colors)
         if read.content == sample.content:
             message = (
                 f"is its own control image ({each.path.name} has the same bytes): a LoRA learns to change nothing."

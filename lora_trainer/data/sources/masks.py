@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.data.buckets import has_other_shape
-from lora_trainer.data.images.images import BrokenImageError, opened
-from lora_trainer.data.sample import Mask, Sample, Span
+from lora_trainer.data.sample import Mask, Sample
 from lora_trainer.data.sources.folder import MASK_LABEL
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.pairs import find_partners
@@ -55,12 +54,6 @@ def _missing(path: Path, what: str, reading: SourceReading) -> None:
     reading.find("missing_mask", "warning", message, "Add one, or move the image to a source without masks.", path)
 
 
-def has_transparency(path: Path, span: Span | None) -> bool:
-    """Whether an image's header declares transparency. Raises BrokenImageError."""
-    with opened(path, span) as image:
-        return bool(image.has_transparency_data)
-
-
 def judged_mask(sample: Sample, size: tuple[int, int], reading: SourceReading) -> Sample:
     """The sample with its mask file, whose `size` (width, height) must be of the image's shape."""
     width, height = size
@@ -76,10 +69,7 @@ def judged_mask(sample: Sample, size: tuple[int, int], reading: SourceReading) -
 
 def judged_alpha(sample: Sample, reading: SourceReading) -> Sample:
     """The sample with its own transparency as a mask, where it has any."""
-    try:
-        if has_transparency(sample.path, sample.span):
-            return sample
-    except BrokenImageError:
-        return sample  # the header was read: the full decode says what is wrong
+    if sample.has_alpha:
+        return sample
     _missing(sample.path, "has no transparency to be its mask", reading)
     return replace(sample, mask=None)
