@@ -203,7 +203,7 @@ def _chosen(captions: tuple[str, ...], request: SourceRequest, reading: SourceRe
     if request.captions.wildcards or len(captions) < 2:
         return "\n".join(" ".join(each.split()) for each in captions)
     reading.note(
-        f"{request.section.path}: some images have several captions, of which the first is trained;"
+        f"{request.shown_path}: some images have several captions, of which the first is trained;"
         " captions.wildcards=true picks one each time."
     )
     return captions[0]

@@ -124,6 +124,15 @@ def test_json_is_no_caption_where_another_extension_is_set(folder: Path, kind: s
     assert "a.json" in findings[0].message
 
 
+def test_a_table_comes_before_json_that_no_setting_names(folder: Path) -> None:
+    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "of the table"}', encoding="utf-8")
+    (folder / "a.json").write_text('{"caption": "of the JSON", "weight": 2}', encoding="utf-8")
+    manifest, findings = read(folder)
+    assert [(sample.caption, sample.weight) for sample in manifest.samples] == [("of the table", 2.0)]
+    assert findings == ()
+    assert [sample.caption for sample in read(folder, extension=".json")[0].samples] == ["of the JSON"]
+
+
 TABLES = {
     "metadata.jsonl": '{"file_name": "a.png", "description": "a red cat", "score": 2}',
     "metadata.csv": "file_name,description,score\na.png,a red cat,2\n",

@@ -110,25 +110,32 @@ def read_beside(
     read: Callable[[str], bytes],
     request: SourceRequest,
     reading: SourceReading,
+    listed: Caption | None = None,
 ) -> Beside:
-    """What an image's files hold; `read` returns the bytes of one by its name, and raises TextError."""
+    """What an image's files hold; `read` returns the bytes of one by its name, and raises TextError.
+
+    `listed` is the image's caption in a table: a text comes before it, and a JSON only where its ending is the one set.
+    """
     if not files:
-        return NOTHING
+        return NOTHING if listed is None else Beside(listed)
     captions = [each for each in files if each.is_caption]
     documents = [each for each in files if each.name.lower().endswith(JSON_ENDING)]
     if captions and captions[0] not in documents:
         _find_doubtful(image, captions, reading)
         described = _described(image, documents, read, request, reading, "note")
-        return Beside(_text(image, captions[0].name, read, reading), described.weight, captions[0].name)
+        caption = _text(image, captions[0].name, read, reading)
+        return Beside(listed if caption is None else caption, described.weight, captions[0].name)
     if request.ending not in (None, JSON_ENDING):
         described = _described(image, documents, read, request, reading, "note")
-        return Beside(weight=described.weight, instead=posixpath.basename(files[0].name))
+        return Beside(listed, described.weight, instead=posixpath.basename(files[0].name))
+    if listed is not None and request.ending is None:
+        return Beside(listed, _described(image, documents, read, request, reading, "note").weight)
     _find_doubtful(image, documents, reading)
     described = _described(image, documents, read, request, reading, "error")
     if described.caption is not None:
         return Beside(described.caption, described.weight, documents[0].name)
-    if not described.columns:
-        return Beside(weight=described.weight)
+    if listed is not None or not described.columns:
+        return Beside(listed, described.weight)
     name, columns = posixpath.basename(documents[0].name), ", ".join(described.columns)
     reading.without_caption.append(f"{name}, which has {columns}")
     hint = f"{name} has {columns}: captions.column names the one that holds captions."

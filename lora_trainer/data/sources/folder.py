@@ -46,11 +46,11 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
             continue
         path = base / name
         row = rows.get(key_of(str(path)), SourceRow(name)) if rows else SourceRow(name)
-        beside = read_beside(path, texts[folder].of.get(name, ()), readers[folder], request, reading)
+        beside = read_beside(path, texts[folder].of.get(name, ()), readers[folder], request, reading, row.text)
         found.append(
             FoundImage(
                 path,
-                row.text if beside.caption is None else beside.caption,
+                beside.caption,
                 repeats,
                 row.weight if beside.weight is None else beside.weight,
                 instead=beside.instead,

@@ -9,6 +9,7 @@ from pathlib import Path
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, Severity, printable
+from lora_trainer.data.images.remote import is_url, shown_url
 from lora_trainer.data.sample import ControlImage, Mask, Span
 from lora_trainer.data.sources.rows import Caption, Columns
 
@@ -54,6 +55,11 @@ class SourceRequest:
     def columns(self) -> Columns:
         """Which columns of its tables are read."""
         return Columns(self.section.control_columns, self.captions.column)
+
+    @property
+    def shown_path(self) -> str:
+        """Its path for messages: an address without password and signature."""
+        return shown_url(self.section.path) if is_url(self.section.path) else self.section.path
 
     def repeats(self, named: float = 1) -> float:
         """The configured repeats; else those of the folder's name."""

@@ -30,7 +30,7 @@ def read_source(places: Sequence[Path], request: SourceRequest, reading: SourceR
     found = [each for place in places for each in _read_place(place, request, reading)]
     if not found:
         if places and len(reading.problems) == before:
-            reading.problem(f"{request.section.path} holds no image that can be used.", _last_reason(reading))
+            reading.problem(f"{request.shown_path} holds no image that can be used.", _last_reason(reading))
         return []
     _note_unread(request, reading)
     root = common_root(places)
@@ -45,12 +45,12 @@ def _note_unread(request: SourceRequest, reading: SourceReading) -> None:
         kinds = ", ".join(f"{count} {ending}" for ending, count in sorted(reading.unread.items()))
         total = reading.unread.total()
         are = "file is" if total == 1 else "files are"
-        reading.note(f"{request.section.path}: {total} {are} not read: {kinds}.")
+        reading.note(f"{request.shown_path}: {total} {are} not read: {kinds}.")
     if reading.without_caption:
         count, first = len(reading.without_caption), reading.without_caption[0]
         columns = ", ".join(request.columns.captions)
         reading.note(
-            f"{request.section.path}: {count} JSON files beside images hold no caption, which is {columns} (first: {first})."
+            f"{request.shown_path}: {count} JSON files beside images hold no caption, which is {columns} (first: {first})."
             " captions.column names another key."
         )
 
