@@ -109,7 +109,7 @@ def test_json_without_a_caption_is_named_with_its_keys(folder: Path, kind: str) 
     manifest, findings = read(place)
     assert codes(findings) == [("missing_caption", "error")]
     assert "a.json has id, description" in findings[0].fix
-    assert [note for note in manifest.notes if "1 JSON files beside images hold no caption" in note]
+    assert [note for note in manifest.notes if "1 JSON beside images without" in note]
     described, findings = read(place, column="description")
     assert [sample.caption for sample in described.samples] == ["a red cat"]
     assert findings == ()
@@ -131,6 +131,14 @@ def test_a_table_comes_before_json_that_no_setting_names(folder: Path) -> None:
     assert [(sample.caption, sample.weight) for sample in manifest.samples] == [("of the table", 2.0)]
     assert findings == ()
     assert [sample.caption for sample in read(folder, extension=".json")[0].samples] == ["of the JSON"]
+
+
+def test_a_text_is_no_caption_where_json_is_set(folder: Path) -> None:
+    (folder / "a.txt").write_text("a red cat", encoding="utf-8")
+    manifest, findings = read(folder, extension="json")
+    assert [sample.caption for sample in manifest.samples] == [""]
+    assert codes(findings) == [("missing_caption", "error")]
+    assert "a.txt" in findings[0].message
 
 
 TABLES = {

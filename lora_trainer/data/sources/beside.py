@@ -120,14 +120,17 @@ def read_beside(
         return NOTHING if listed is None else Beside(listed)
     captions = [each for each in files if each.is_caption]
     documents = [each for each in files if each.name.lower().endswith(JSON_ENDING)]
+    # A text. Its JSON may have a weight.
     if captions and captions[0] not in documents:
         _find_doubtful(image, captions, reading)
         described = _described(image, documents, read, request, reading, "note")
         caption = _text(image, captions[0].name, read, reading)
         return Beside(listed if caption is None else caption, described.weight, captions[0].name)
-    if request.ending not in (None, JSON_ENDING):
+    # Nothing of the ending that is set.
+    if request.ending not in (None, JSON_ENDING) or not documents:
         described = _described(image, documents, read, request, reading, "note")
         return Beside(listed, described.weight, instead=posixpath.basename(files[0].name))
+    # A table, which somebody wrote for training; many programs write a JSON.
     if listed is not None and request.ending is None:
         return Beside(listed, _described(image, documents, read, request, reading, "note").weight)
     _find_doubtful(image, documents, reading)

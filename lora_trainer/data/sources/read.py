@@ -49,10 +49,8 @@ def _note_unread(request: SourceRequest, reading: SourceReading) -> None:
     if reading.without_caption:
         count, first = len(reading.without_caption), reading.without_caption[0]
         columns = ", ".join(request.columns.captions)
-        reading.note(
-            f"{request.shown_path}: {count} JSON files beside images hold no caption, which is {columns} (first: {first})."
-            " captions.column names another key."
-        )
+        message = f"{count} JSON beside images without {columns} (first: {first}); captions.column names another key."
+        reading.note(f"{request.shown_path}: {message}")
 
 
 def _last_reason(reading: SourceReading) -> str:
