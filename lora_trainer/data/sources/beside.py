@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lora_trainer.core.bounded import TextError, decode, read_bounded
 from lora_trainer.core.findings import Severity
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
-from lora_trainer.data.sources.names import IMAGE_ENDING_SET, ImageNames, ending_of, is_image, stem_of
+from lora_trainer.data.sources.names import IMAGE_ENDING_SET, NamedImages, ending_of, is_image, stem_of
 from lora_trainer.data.sources.rows import Caption, Description, description_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
@@ -47,7 +47,7 @@ class TextFiles(NamedTuple):
 
 def texts_beside(names: Sequence[str], request: SourceRequest) -> TextFiles:
     """The texts among the files of a folder. The caption of `cat.png` is `cat.txt` or `cat.png.txt`."""
-    images = ImageNames[str]()
+    images = NamedImages[str]()
     for name in names:
         if is_image(name):
             images.add(stem_of(name), name)
@@ -55,7 +55,7 @@ def texts_beside(names: Sequence[str], request: SourceRequest) -> TextFiles:
     return sort_texts(names, images, request)
 
 
-def sort_texts(names: Iterable[str], images: ImageNames[str], request: SourceRequest) -> TextFiles:
+def sort_texts(names: Iterable[str], images: NamedImages[str], request: SourceRequest) -> TextFiles:
     """Give each text to its images."""
     read = caption_endings(request)
     places = {ending: place for place, ending in enumerate(dict.fromkeys((*read, *CAPTION_ENDINGS, JSON_ENDING)))}

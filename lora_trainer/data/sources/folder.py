@@ -12,7 +12,7 @@ from lora_trainer.data.sources.beside import TextFiles, read_beside, reader_of, 
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import Listing
 from lora_trainer.data.sources.metadata import METADATA_NAMES, FilesBelow, controls_in, key_of, read_metadata
-from lora_trainer.data.sources.names import OWN_FILES, SHARDS, ImageNames, ending_of, is_image, masks_beside
+from lora_trainer.data.sources.names import OWN_FILES, SHARDS, NamedImages, ending_of, is_image, masks_beside
 from lora_trainer.data.sources.rows import SourceRow
 
 # Images that other programs write and that are not read here: rare formats, and those whose decoders are attacked most.
@@ -113,7 +113,7 @@ def _rows_of(
     ]
     if not tables:
         return {}
-    keys = ImageNames((key, key) for key in (key_of(str(listing.path(folder, name))) for folder, name in images))
+    keys = NamedImages((key, key) for key in (key_of(str(listing.path(folder, name))) for folder, name in images))
     rows: dict[str, SourceRow] = {}
     for folder, _, name in sorted(tables):
         rows.update(read_metadata(listing.path(folder, name), keys, reading, request.columns))

@@ -11,7 +11,7 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, Severity, printable
 from lora_trainer.data.images.remote import is_url, shown_url
 from lora_trainer.data.sample import ControlImage, Mask, Span
-from lora_trainer.data.sources.rows import Caption, Columns
+from lora_trainer.data.sources.rows import Caption, TableColumns
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class SourceRequest:
         return f".{ending.lstrip('.')}" if ending.strip(".") else None
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> TableColumns:
         """Which columns of its tables are read."""
-        return Columns(self.section.control_columns, self.captions.column)
+        return TableColumns(self.section.control_columns, self.captions.column)
 
     @property
     def shown_path(self) -> str:

@@ -12,8 +12,8 @@ from lora_trainer.core.findings import Severity
 from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import list_folder
-from lora_trainer.data.sources.names import EXACT, FOLDED, ImageNames
-from lora_trainer.data.sources.rows import READERS, Columns, SourceRow, Table, read_table
+from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
+from lora_trainer.data.sources.rows import READERS, SourceRow, Table, TableColumns, read_table
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
@@ -28,7 +28,7 @@ class FilesBelow:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._images: ImageNames[Path] | None = None
+        self._images: NamedImages[Path] | None = None
 
     def find(self, folder: Path, name: str) -> Path:
         """The file that a table in `folder` names; where there is none, the only one whose name differs little."""
@@ -38,13 +38,13 @@ class FilesBelow:
         if self._images is None:
             listing = list_folder(self._root, SourceReading())
             paths = [listing.path(inner, each) for inner, names in listing.names.items() for each in names]
-            self._images = ImageNames((key_of(str(each)), each) for each in paths)
+            self._images = NamedImages((key_of(str(each)), each) for each in paths)
         found = self._images.find(key_of(str(path)))[1]
         return found[0] if len(found) == 1 else path
 
 
 def read_metadata(
-    path: Path, images: ImageNames[str], reading: SourceReading, columns: Columns
+    path: Path, images: NamedImages[str], reading: SourceReading, columns: TableColumns
 ) -> dict[str, SourceRow]:
     """The rows of an image folder's table by the image's key; `images` are those of the keys of the images that are there."""
     table = table_or_finding(path, reading, columns)
@@ -90,7 +90,7 @@ def _differs(row: SourceRow, used: SourceRow) -> bool:
     return (row.text, row.weight) != (used.text, used.weight)
 
 
-def table_or_finding(path: Path, reading: SourceReading, columns: Columns) -> Table | None:
+def table_or_finding(path: Path, reading: SourceReading, columns: TableColumns) -> Table | None:
     """A table with its bad lines as one finding, and its columns where none holds captions; None when it cannot be read
     at all."""
     try:
@@ -105,7 +105,7 @@ def table_or_finding(path: Path, reading: SourceReading, columns: Columns) -> Ta
     return table
 
 
-def find_no_captions(path: Path, others: Sequence[str], columns: Columns, reading: SourceReading) -> None:
+def find_no_captions(path: Path, others: Sequence[str], columns: TableColumns, reading: SourceReading) -> None:
     """A finding for a table without a column of captions; `others` are the columns that it has in place of one."""
     if not others:
         return
@@ -173,7 +173,7 @@ class _TableImages:
 
     def __init__(self, paths: Iterable[str], folders: Sequence[str]) -> None:
         self._folders = folders
-        self._paths, self._names = ImageNames[str](), ImageNames[str]()
+        self._paths, self._names = NamedImages[str](), NamedImages[str]()
         for path in dict.fromkeys(paths):
             for name in _with_and_without_ending(key_of(path)):
                 self._paths.add(name, path)

@@ -48,7 +48,7 @@ def folded(name: str) -> str:
     return composed(name).casefold()
 
 
-class ImageNames(Generic[Image]):
+class NamedImages(Generic[Image]):
     """Images by their names, of which several images may have the same."""
 
     def __init__(self, named: Iterable[tuple[str, Image]] = ()) -> None:
@@ -100,7 +100,7 @@ def masks_beside(names: Collection[str]) -> dict[str, list[str]]:
     labeled = [name for name in names if MASK_LABEL in name.lower() and is_image(name)]
     if not labeled:
         return {}
-    images = ImageNames((stem_of(name), name) for name in names if is_image(name))
+    images = NamedImages((stem_of(name), name) for name in names if is_image(name))
     found: dict[str, list[tuple[int, str]]] = {}
     for mask in labeled:
         stem = without_label(stem_of(mask), MASK_LABEL)

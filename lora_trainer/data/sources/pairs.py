@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_trainer.data.sources.found import FoundImage, SourceReading
 from lora_trainer.data.sources.listing import list_folder
-from lora_trainer.data.sources.names import ImageNames, is_image, without_label
+from lora_trainer.data.sources.names import NamedImages, is_image, without_label
 
 WORDS = {"mask": "mask", "control": "control image"}  # in findings
 
@@ -34,8 +34,8 @@ class PartnerFiles:
         return {image: min(partners)[1] for image, partners in ranked.items()}
 
     def _ranked(self, places: Mapping[Path, str], labels: Sequence[str]) -> dict[Path, list[Ranked]]:
-        images = ImageNames((place, path) for path, place in places.items())
-        alone = ImageNames((place.rpartition("/")[2], place) for place in dict.fromkeys(places.values()))
+        images = NamedImages((place, path) for path, place in places.items())
+        alone = NamedImages((place.rpartition("/")[2], place) for place in dict.fromkeys(places.values()))
         ranked: dict[Path, list[Ranked]] = {}
         for file, place in self.files:
             for number, label in enumerate(labels):

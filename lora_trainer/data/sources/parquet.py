@@ -21,7 +21,7 @@ from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_use
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.metadata import find_no_captions
-from lora_trainer.data.sources.rows import Columns, is_caption, other_columns, rows_of_parquet, text_of
+from lora_trainer.data.sources.rows import TableColumns, is_caption, other_columns, rows_of_parquet, text_of
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -236,7 +236,7 @@ def _named(number: int, name: str, data: bytes) -> str:
     return f"{number:06}" + next((ending for magic, ending in kinds.items() if data.startswith(magic)), "")
 
 
-def _texts(path: Path, columns: Columns) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _texts(path: Path, columns: TableColumns) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Caption and weight of each row; and the columns of text where none is one of captions. Raises TextError."""
     from pyarrow.parquet import ParquetFile
 

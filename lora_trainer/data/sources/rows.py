@@ -31,7 +31,7 @@ Caption: TypeAlias = str | tuple[str, ...]  # a text, or several to choose from
 
 
 @dataclass(frozen=True)
-class Columns:
+class TableColumns:
     """The columns of a source's tables beside the usual ones: those of control images, and that of captions."""
 
     controls: tuple[str, ...] = ()
@@ -73,12 +73,12 @@ class Description:
     columns: tuple[str, ...] = ()
 
 
-def read_table(path: Path, columns: Columns) -> Table:
+def read_table(path: Path, columns: TableColumns) -> Table:
     """A table of captions, by the file's ending. Raises TextError."""
     return READERS[path.suffix.lower()](path, columns)
 
 
-def description_of(data: bytes, columns: Columns) -> Description:
+def description_of(data: bytes, columns: TableColumns) -> Description:
     """What a JSON beside an image says: an object like a row of a table, a caption, or a list of captions. Raises TextError."""
     value = _parsed(decode(data))
     if isinstance(value, str | list) and is_caption(text := _joined("", value)):
@@ -98,7 +98,7 @@ def _parsed(text: str) -> Any:
         raise TextError(f"is not JSON ({str(error).split(chr(10))[0]})") from error
 
 
-def row_of(value: object, columns: Columns) -> SourceRow | None:
+def row_of(value: object, columns: TableColumns) -> SourceRow | None:
     """A row of named columns; None when it names no file or its caption is no text."""
     if not isinstance(value, Mapping):
         return None
@@ -112,7 +112,7 @@ def row_of(value: object, columns: Columns) -> SourceRow | None:
     return SourceRow(name, text, None if weight == "" else weight, tuple(map(str, files)))
 
 
-def text_of(value: Mapping[str, Any], columns: Columns) -> object:
+def text_of(value: Mapping[str, Any], columns: TableColumns) -> object:
     """The caption of a row: the first column of captions that holds one; empty where they are all empty."""
     held = [_joined(key, value[key]) for key in columns.captions if value.get(key) is not None]
     return next((text for text in held if text), held[0] if held else None)
@@ -129,13 +129,13 @@ def is_caption(text: object) -> TypeGuard[Caption]:
     return isinstance(text, str | tuple)
 
 
-def other_columns(keys: Iterable[object], columns: Columns) -> tuple[str, ...]:
+def other_columns(keys: Iterable[object], columns: TableColumns) -> tuple[str, ...]:
     """The columns that nothing is read from."""
     read = {*NAME_COLUMNS, *columns.captions, *columns.controls, "weight"}
     return tuple(str(key) for key in keys if isinstance(key, str) and key not in read)[:MOST_COLUMNS_NAMED]
 
 
-def _table(values: Iterable[tuple[int, object]], columns: Columns, names: Iterable[object] = ()) -> Table:
+def _table(values: Iterable[tuple[int, object]], columns: TableColumns, names: Iterable[object] = ()) -> Table:
     """The table of numbered rows; `names` are those of all its columns, else those of its first row."""
     rows, bad, total = list[SourceRow](), list[int](), 0
     for total, value in values:
@@ -155,7 +155,7 @@ def _lines(path: Path) -> list[str]:
     return read_text(path, MOST_TABLE_BYTES).rstrip("\r\n").split("\n")
 
 
-def read_jsonl(path: Path, columns: Columns) -> Table:
+def read_jsonl(path: Path, columns: TableColumns) -> Table:
     return _table(_documents(path), columns)
 
 
@@ -169,7 +169,7 @@ def _documents(path: Path) -> Iterator[tuple[int, object]]:
                 yield number, None
 
 
-def read_json(path: Path, columns: Columns) -> Table:
+def read_json(path: Path, columns: TableColumns) -> Table:
     """A list of rows, or an object that gives each image's name its caption, or kohya's `caption` and `tags`."""
     document = _parsed(read_text(path, MOST_TABLE_BYTES))
     if isinstance(document, list):
@@ -180,7 +180,7 @@ def read_json(path: Path, columns: Columns) -> Table:
     return _table(enumerate((_named(*item, columns) for item in document.items()), start=1), columns, names)
 
 
-def _named(name: str, value: object, columns: Columns) -> SourceRow | None:
+def _named(name: str, value: object, columns: TableColumns) -> SourceRow | None:
     if isinstance(value, str):
         return SourceRow(name, value)
     if not isinstance(value, Mapping):
@@ -192,7 +192,7 @@ def _named(name: str, value: object, columns: Columns) -> SourceRow | None:
     return replace(row, text=", ".join(part for part in (caption, tags) if part))
 
 
-def read_csv(path: Path, columns: Columns) -> Table:
+def read_csv(path: Path, columns: TableColumns) -> Table:
     """Columns by their names in the first line; commas, semicolons or tabs, whichever that line has most of."""
     text = read_text(path, MOST_TABLE_BYTES)
     first = text.split("\n", 1)[0]
@@ -215,7 +215,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def read_parquet(path: Path, columns: Columns) -> Table:
+def read_parquet(path: Path, columns: TableColumns) -> Table:
     """The columns that are wanted, of all rows."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
@@ -251,14 +251,14 @@ def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str,
         yield from batch.to_pylist()
 
 
-def _is_wanted(name: str, kind: str, columns: Columns) -> bool:
+def _is_wanted(name: str, kind: str, columns: TableColumns) -> bool:
     """Whether a Parquet column is one of ours; embedded images are read elsewhere."""
     return name == "weight" or (
         name in (*NAME_COLUMNS, *columns.captions, *columns.controls) and "string" in kind and "struct" not in kind
     )
 
 
-def read_lines(path: Path, columns: Columns) -> Table:
+def read_lines(path: Path, columns: TableColumns) -> Table:
     """One image a line: its name, a tab or `|`, its caption. There are no columns."""
     return _table(_pairs(path), columns)
 
@@ -270,7 +270,7 @@ def _pairs(path: Path) -> Iterator[tuple[int, SourceRow | None]]:
             yield number, SourceRow(name.strip(), text.strip()) if separator and name.strip() else None
 
 
-READERS: dict[str, Callable[[Path, Columns], Table]] = {
+READERS: dict[str, Callable[[Path, TableColumns], Table]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,

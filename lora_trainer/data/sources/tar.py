@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import tarfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -12,10 +12,10 @@ from typing import BinaryIO
 from lora_trainer.core.bounded import TextError
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Span
-from lora_trainer.data.sources.beside import TextFiles, read_beside, sort_texts
+from lora_trainer.data.sources.beside import TextFile, TextFiles, read_beside, sort_texts
 from lora_trainer.data.sources.folder import count_unread
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.names import ImageNames, is_image
+from lora_trainer.data.sources.names import NamedImages, is_image
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -124,7 +124,9 @@ def images_of(
             raise TextError(f"is larger than {MOST_CAPTION_BYTES >> 20} MiB")
         return read(spans[name])
 
-    return [_found_of(path, stem, keys[stem], texts, read_text, request, reading) for stem in main]
+    return [
+        _found_of(path, keys[stem], _files_of(stem, keys[stem], texts), read_text, request, reading) for stem in main
+    ]
 
 
 class _Heads:
@@ -187,7 +189,7 @@ def _keys_of(spans: Mapping[str, Span]) -> dict[str, _Key]:
 
 def _texts_of(spans: Mapping[str, Span], keys: Mapping[str, _Key], request: SourceRequest) -> TextFiles:
     """The texts of each key, those of shared keys too."""
-    names = ImageNames[str]()
+    names = NamedImages[str]()
     for stem, key in keys.items():
         names.add(stem, stem)
         for name, _ in key.images:
@@ -197,24 +199,27 @@ def _texts_of(spans: Mapping[str, Span], keys: Mapping[str, _Key], request: Sour
     return sort_texts(spans, names, request)
 
 
+def _files_of(stem: str, key: _Key, texts: TextFiles) -> list[TextFile]:
+    """The texts of a key, and those of the shared key where it has none of its own."""
+    files = [*texts.of.get(stem, ())]
+    kinds = {each.is_caption for each in files}
+    return files + [each for each in texts.of.get(key.shared, ()) if each.is_caption not in kinds]
+
+
 def _found_of(
     path: Path,
-    stem: str,
     key: _Key,
-    texts: TextFiles,
+    files: Sequence[TextFile],
     read: Callable[[str], bytes],
     request: SourceRequest,
     reading: SourceReading,
 ) -> FoundImage:
-    """The sample of a key, with the texts of the shared key where it has none of its own."""
+    """The sample of a key, of which `files` are the texts."""
     name, span = key.images[0]
     image = path / name
     if len(key.images) > 1:
         message = f"shares its key with {len(key.images) - 1} more images of {path.name}; only it is used."
         reading.find("two_images", "warning", message, "Give each image a key of its own.", image)
-    files = [*texts.of.get(stem, ())]
-    kinds = {each.is_caption for each in files}
-    files += [each for each in texts.of.get(key.shared, ()) if each.is_caption not in kinds]
     beside = read_beside(image, files, read, request, reading)
     return FoundImage(
         image, beside.caption, request.repeats(), beside.weight, span, instead=beside.instead, hint=beside.hint
