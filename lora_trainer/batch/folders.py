@@ -10,11 +10,10 @@ from typing import Any
 from lora_trainer.config.layers import Layer, Resolved, file_layer
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.data.images.images import IMAGE_ENDINGS
+from lora_trainer.data.sources.names import SETTINGS_FILE, is_image
 from lora_trainer.run.bases.names import as_hub_part, local_path
 from lora_trainer.run.settings import settle
 
-SETTINGS_FILE = "lora.toml"
 CONFIG_ENDING = ".toml"
 PATHS = (
     ("model", "path"),
@@ -67,7 +66,7 @@ def read_root(root: Path) -> dict[str, Path]:
         raise UsageError(Problem(f"{root} {what}.", "ROOT is a folder that holds one folder for each LoRA."))
     entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda each: each.name)
     folders = [entry for entry in entries if entry.is_dir()]
-    images = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in IMAGE_ENDINGS]
+    images = [entry for entry in entries if entry.is_file() and is_image(entry.name)]
     problems = []
     if images:
         message = f"{root} holds {len(images)} images itself (first: {images[0].name}) and {len(folders)} folders."

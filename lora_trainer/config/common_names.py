@@ -18,6 +18,7 @@ COMMON_NAMES = {
     **dict.fromkeys(("optimizer", "optim"), "optimizer.name"),
     **dict.fromkeys(("trigger", "instance_prompt"), "captions.trigger_word"),
     **dict.fromkeys(("network_type", "network_module", "peft_type"), "lora.type"),
+    "caption_column": "captions.column",
     "scheduler": "lr_scheduler.name",
     "sample_steps": "sample.num_inference_steps",
     "resume_from_checkpoint": "--resume",

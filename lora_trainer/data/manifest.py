@@ -144,6 +144,7 @@ def _sample(
         own_caption=found.caption is not None,
         colors=read.colors,
         has_alpha=read.has_alpha,
+        caption_file=found.caption_file,
     )
     if found.mask is None:
         return sample
@@ -177,6 +178,8 @@ def _weight_of(found: FoundImage, request: SourceRequest, reading: SourceReading
 def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReading) -> str:
     candidates = (found.caption, request.section.default_caption, found.folder_caption)
     text = next((each for each in candidates if each is not None), None)
+    if isinstance(text, tuple):
+        text = _chosen(text, request, reading)
     caption = tidy(text or "", keep_lines=request.captions.wildcards)
     if caption or found.path in reading.reported:
         return caption
@@ -189,9 +192,20 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
     if found.instead:
         message = f"has no {found.path.stem}{ending}, as captions.extension requires, but {found.instead}."
         fix = "Set captions.extension to what is there, or remove it."
-    elif found.table is not None:
-        fix = f"{found.table.name} is here: name it as captions_file of the source, or as --data. Else {fix[0].lower()}{fix[1:]}"
+    elif found.hint:
+        fix = f"{found.hint} Else {fix[0].lower()}{fix[1:]}"
     if reading.allow_missing_captions:
         fix = f"It trains on an empty caption. To give it one, write {found.path.stem}{ending}."
     reading.find(code, severity, message, fix, found.path)
     return caption
+
+
+def _chosen(captions: tuple[str, ...], request: SourceRequest, reading: SourceReading) -> str:
+    """Several captions of one image as lines to choose from, or the first of them."""
+    if request.captions.wildcards or len(captions) < 2:
+        return "\n".join(" ".join(each.split()) for each in captions)
+    reading.note(
+        f"{request.shown_path}: some images have several captions, of which the first is trained;"
+        " captions.wildcards=true picks one each time."
+    )
+    return captions[0]

@@ -59,7 +59,7 @@ class Sample:
     `span`. `caption` is as it was written, or, once captions are settled, the canonical text with
     `variants` beside it: what is trained, in turn; `weighted` says that their brackets are weights;
     `written` is the caption as it is in the dataset, once settled; without `own_caption` it is that of its
-    source or folder, not written for this image.
+    source or folder, not written for this image; `caption_file` is the name of the file beside the image that it is in.
     `width` and `height` are as the image is seen, after EXIF rotation. `content` is the hex sha256 of the image file's bytes. `repeats` is
     how often an epoch shows it, 0.5 means every other epoch. `weight` multiplies its loss.
     `source` counts the data's sources from 0. Regularization samples keep the model's own idea
@@ -85,6 +85,7 @@ class Sample:
     controls: tuple[ControlImage, ...] = ()
     colors: Colors = ""
     has_alpha: bool = False
+    caption_file: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 CAPTION_CODES = frozenset(
     {
         "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-        "bad_metadata", "bad_weight", "absent_image", DOUBTFUL, MIXED_UP, NOT_KNOWN,
+        "shared_caption", "no_caption_column", "bad_metadata", "bad_weight", "absent_image", DOUBTFUL, MIXED_UP, NOT_KNOWN,
     }
 )  # fmt: skip
 NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")

@@ -26,13 +26,13 @@ from lora_trainer.data.manifest import request_source
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.folder import KOHYA_FOLDER
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
+from lora_trainer.data.sources.names import CLEAN_COPY_RECORD, MASK_LABEL, folded
 from lora_trainer.data.sources.places import common_root, place_from, places_of
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check.caption_checks import fix_garbled
 from lora_trainer.dataset_check.data_report import SEVERITIES, DataReport
 from lora_trainer.dataset_check.fixes import (
     CaptionFile,
-    beside,
     caption_file,
     fix_image,
     in_old_letters,
@@ -40,7 +40,6 @@ from lora_trainer.dataset_check.fixes import (
 )
 from lora_trainer.dataset_check.score import ENOUGH_IMAGES
 
-RECORD = "fixed.json"
 METADATA = "metadata.jsonl"
 
 
@@ -96,7 +95,7 @@ def write_fixed(
     images = {sample.path for sample in manifest.samples if sample.span is None}
     if problems := place_problems(target, [place for several in places for place in several], images):
         raise UsageError(problems)
-    left_out = what_to_leave_out(report, manifest, request)
+    left_out = what_to_leave_out(report, manifest)
     if all(sample.path in left_out for sample in manifest.samples):
         raise UsageError(Problem("No image of the data would be left.", "Fix or replace the images."))
     lots = _lots(request, places, manifest)
@@ -112,7 +111,7 @@ def write_fixed(
             files += [Fixed(path, None, (f"skipped: {each.message}",)) for path, each in worst.items()]
             named = {str(place_from(lot.request.section.path)): lot.copy for lot in lots}
             rows = [{"path": str(each.path), "copy": each.copy, "done": list(each.done)} for each in files]
-            write_json(whole / RECORD, {"sources": named, "files": rows})
+            write_json(whole / CLEAN_COPY_RECORD, {"sources": named, "files": rows})
             if target.exists():
                 target.rmdir()
             os.replace(whole, target)
@@ -172,7 +171,7 @@ def _tables(places: Sequence[Sequence[Path]], manifest: Manifest) -> set[int]:
     }
 
 
-def what_to_leave_out(report: DataReport, manifest: Manifest, request: Sequence[SourceRequest]) -> dict[Path, str]:
+def what_to_leave_out(report: DataReport, manifest: Manifest) -> dict[Path, str]:
     """Files that are not copied, with the reason: what cannot be trained on, and all but the best that look the same."""
     reasons: dict[Path, str] = {}
     samples = {sample.path: sample for sample in manifest.samples}
@@ -181,8 +180,8 @@ def what_to_leave_out(report: DataReport, manifest: Manifest, request: Sequence[
         if errors:
             reasons[path] = errors[0].message
         elif any(each.code == "unreadable_caption" for each in found):
-            place = beside(path, request[samples[path].source]) if path in samples else None
-            if place is None or not in_old_letters(place).strip():
+            file = samples[path].caption_file if path in samples else ""
+            if not file or not in_old_letters(path.with_name(file)).strip():
                 reasons[path] = "its caption cannot be read."
     left = {sample.content for sample in manifest.samples if sample.path not in reasons and not sample.regularization}
     for group in report.groups:
@@ -240,7 +239,7 @@ class _Writer:
         codes = self._codes(sample)
         data, done = fix_image(sample, codes, self.report.borders.get(sample.path), self.framings[sample.source])
         name = self._name(sample, ".png" if data is not None else right_ending(sample, codes))
-        if data is None and Path(name).suffix != sample.path.suffix:
+        if data is None and Path(name).name != sample.path.name:
             done.append(f"renamed to {Path(name).name}")
         place = self.target / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +253,8 @@ class _Writer:
         return Fixed(sample.path, name, tuple(done))
 
     def _name(self, sample: Sample, ending: str) -> str:
-        """Its place below the new folder, as below its source; another number where it is taken."""
+        """Its place below the new folder, as below its source; another number where an image there has it, whose caption
+        would be the same file."""
         lot = self.lots[sample.source]
         outer = lot.base.parent if lot.table else lot.base
         try:
@@ -263,11 +263,11 @@ class _Writer:
             below = sample.path.name
         parts = [part for part in Path(below).parts if part not in ("..", os.sep)]
         stem = Path(lot.root, *parts).with_suffix("").as_posix()
-        name, number = stem + ending, 2
-        while name.casefold() in self.taken:
-            name, number = f"{stem}-{number}{ending}", number + 1
-        self.taken.add(name.casefold())
-        return name
+        free, number = stem, 2
+        while folded(free) in self.taken:
+            free, number = f"{stem}-{number}", number + 1
+        self.taken.add(folded(free))
+        return free + ending
 
     def _caption(self, sample: Sample, name: str, codes: set[str]) -> list[str]:
         """In a file beside the image where it came from one, else in metadata.jsonl; nowhere where it is the folder's
@@ -285,7 +285,7 @@ class _Writer:
             done = list(file.done)
         row: dict[str, object] = {"file_name": Path(name).relative_to(lot.root).as_posix()}
         if file is None and text and (lot.table or text != _kohya_caption(name)):
-            row["text"] = text
+            row[lot.request.columns.captions[0]] = text
         # Without the source's weight, which is not written into the copy.
         shared = lot.request.section.loss_weight
         weight = float(f"{sample.weight / shared:.12g}") if shared else 1.0
@@ -300,7 +300,7 @@ class _Writer:
         mask = sample.mask
         if mask is None or mask.path is None or mask.path.parent != sample.path.parent:
             return []
-        renamed = mask.path.stem.replace(sample.path.stem, Path(name).stem, 1) + mask.path.suffix
+        renamed = f"{Path(name).stem}{MASK_LABEL}{mask.path.suffix}"
         with open_bytes(mask.path, mask.span) as original, open((self.target / name).with_name(renamed), "wb") as copy:
             shutil.copyfileobj(original, copy)
         return []

@@ -19,9 +19,9 @@ from lora_trainer.data.images.images import (
 )
 from lora_trainer.data.images.measures import SMALL_SIDE, Borders
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.sources.beside import caption_endings, names_beside
+from lora_trainer.data.sources.beside import JSON_ENDING
 from lora_trainer.data.sources.found import SourceRequest
-from lora_trainer.data.sources.listing import FolderNames
+from lora_trainer.data.sources.names import ending_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
 from lora_trainer.dataset_check.caption_checks import fix_garbled
@@ -90,11 +90,12 @@ class CaptionFile:
 
 
 def caption_file(sample: Sample, request: SourceRequest, codes: set[str]) -> CaptionFile | None:
-    """The file that a sample's caption was read from, fixed where `codes` say so; None where it came from elsewhere."""
-    place = beside(sample.path, request)
-    if place is None:
+    """The text that a sample's caption was read from, fixed where `codes` say so; None where it came from elsewhere, as
+    from JSON, which may hold more than a caption."""
+    if not sample.caption_file or ending_of(sample.caption_file) == JSON_ENDING:
         return None
-    ending = place.suffix.lower()
+    place = sample.path.with_name(sample.caption_file)
+    ending = ending_of(sample.caption_file)
     if "unreadable_caption" in codes:
         text = in_old_letters(place)
         return CaptionFile(ending, text.encode("utf-8"), ("caption written as UTF-8",)) if text.strip() else None
@@ -108,12 +109,6 @@ def caption_file(sample: Sample, request: SourceRequest, codes: set[str]) -> Cap
     if "garbled_caption" in codes and fix_garbled(text) != text:
         return CaptionFile(ending, fix_garbled(text).encode("utf-8"), ("garbled letters of the caption fixed",))
     return CaptionFile(ending, data, ())
-
-
-def beside(image: Path, request: SourceRequest) -> Path | None:
-    """The caption file beside an image that its source reads, where there is one."""
-    names = names_beside(image.name, FolderNames(image.parent), caption_endings(request))
-    return image.with_name(names[0]) if names else None
 
 
 def in_old_letters(place: Path) -> str:

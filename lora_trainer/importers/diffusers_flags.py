@@ -176,6 +176,7 @@ RULES: Mapping[str, KeyRule] = {
     "upcast_before_saving": switch("checkpoint.export_dtype", "fp32"),
     "checkpointing_steps": unless_off("checkpoint.every_n_steps", whole),
     "checkpoints_total_limit": unless_off("checkpoint.keep_last", whole),
+    "caption_column": same("captions.column", text),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "num_validation_images": same("sample.count", whole),
     "train_text_encoder": by(_texts, TEXT_RATES),

@@ -393,6 +393,7 @@ BACKEND_RULES: Mapping[str, KeyRule] = {
         "source.masks",
     ),
     "parquet.path": path_to("source.captions_file"),
+    "parquet.caption_column": same("captions.column", text),
     "caption_shuffle.enable": same("captions.shuffle", truth),
     "caption_shuffle.count": same("captions.variants", whole),
     "caption_shuffle.position_start": same("captions.keep_tokens", whole),

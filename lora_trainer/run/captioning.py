@@ -73,7 +73,7 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
             target = name if place is None else place / name.relative_to(folder)
             if path in unreadable:
                 unusable.append((path, unreadable[path]))
-            elif each.caption is not None and not each.caption.strip():
+            elif each.caption is not None and not "".join(each.caption).strip():
                 unusable.append((path, "has an empty caption."))
             if each.caption is not None or path in unreadable or os.path.exists(target):
                 existing += 1

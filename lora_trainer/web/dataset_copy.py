@@ -19,12 +19,13 @@ from typing import Any
 
 import tomli_w
 
-from lora_trainer.batch.folders import SETTINGS_FILE, THE_BATCH_DECIDES, folder_values
+from lora_trainer.batch.folders import THE_BATCH_DECIDES, folder_values
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, UserError
 from lora_trainer.core.io import remove_abandoned, write_text
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Sample, Span
-from lora_trainer.data.sources.folder import KOHYA_FOLDER, MASK_LABEL
+from lora_trainer.data.sources.folder import KOHYA_FOLDER
+from lora_trainer.data.sources.names import MASK_LABEL, SETTINGS_FILE, folded
 from lora_trainer.run.inputs import data_in_use
 from lora_trainer.web.dataset_reader import DatasetReading, read_samples
 
@@ -109,9 +110,9 @@ class CopyWriter:
         elif len(sources) > 1 or KOHYA_FOLDER.fullmatch(name):
             parts.insert(0, name)
         path, number = Path(*parts), 2
-        while path.with_suffix("").as_posix().casefold() in self.taken:
+        while folded(path.with_suffix("").as_posix()) in self.taken:
             path, number = Path(*parts).with_stem(f"{Path(*parts).stem}-{number}"), number + 1
-        self.taken.add(path.with_suffix("").as_posix().casefold())
+        self.taken.add(folded(path.with_suffix("").as_posix()))
         return str(path)
 
 

@@ -28,12 +28,11 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest, request_source
 from lora_trainer.data.sample import Manifest, Sample
-from lora_trainer.data.sources.beside import caption_endings, names_beside
-from lora_trainer.data.sources.folder import MASK_LABEL, ending_of, is_image, stem_of
+from lora_trainer.data.sources.beside import JSON_ENDING, caption_endings
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
-from lora_trainer.data.sources.listing import FolderNames, list_folder
+from lora_trainer.data.sources.listing import list_folder
+from lora_trainer.data.sources.names import SHARDS, TABLES, ending_of, is_image, masks_beside
 from lora_trainer.data.sources.places import common_root, places_of
-from lora_trainer.data.sources.read import SHARDS, TABLES
 from lora_trainer.data.sources.remote import MOST_INDEX_BYTES, names_in
 from lora_trainer.run.inputs import data_in_use, data_sources
 from lora_trainer.run.settings import settle
@@ -43,7 +42,7 @@ from lora_trainer.web.safety import Refusal, allowed
 SAY_SECONDS = 0.2
 LONGEST_TAG = 100  # letters; what is longer is a sentence
 MOST_STAMPED = 10_000  # tables and shards
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 TABLES_OF_FILE = """
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE images (
@@ -112,7 +111,7 @@ class Surroundings:
     texts: dict[str, str] = field(default_factory=dict)  # stamps of captions, from before they are read
     left_out: int = 0
     _inside: dict[str, bool] = field(default_factory=dict)
-    _masks: dict[str, dict[str, str]] = field(default_factory=dict)
+    _masks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     def holds(self, sample: Sample) -> bool:
         """Whether a sample is in the allowed roots; shards were looked at before."""
@@ -122,10 +121,9 @@ class Surroundings:
         """The mask that lies beside an image, `cat-masklabel.png` of `cat.jpg`."""
         folder, name = os.path.split(image)
         if folder not in self._masks:
-            names = [each for each in self.names.get(folder, ()) if MASK_LABEL in each and is_image(each)]
-            self._masks[folder] = {stem_of(each): each for each in names}
-        found = self._masks[folder].get(stem_of(name) + MASK_LABEL)
-        return None if found is None else Path(folder, found)
+            self._masks[folder] = masks_beside(self.names.get(folder, ()))
+        found = self._masks[folder].get(name)
+        return None if found is None else Path(folder, found[0])
 
     def is_inside(self, path: str) -> bool:
         """Whether a file is in the allowed roots, links followed. Folders are looked up once."""
@@ -240,7 +238,6 @@ class IndexWriter:
 
     def __init__(self, file: sqlite3.Connection, found: DatasetReading) -> None:
         self.file, self.found, self.around, self.base = file, found, found.around, f"{found.base}{os.sep}"
-        self.endings = [caption_endings(each) for each in found.requests]
         self.ids: dict[str, int] = {}
         self.names: set[str] = set()
         self.tags: Counter[str] = Counter()
@@ -296,20 +293,20 @@ class IndexWriter:
             row |= {"span_file": os.fsencode(sample.span.file), "span_offset": sample.span.offset}
             row |= {"span_size": sample.span.size, "origin": "shard" if sample.caption else "none"}
         else:
-            self._beside(path, sample.source, row)
+            self._beside(sample, row)
         self.tags.update(tags_of(row["caption"]))
         return row
 
-    def _beside(self, path: str, source: int, row: dict[str, Any]) -> None:
+    def _beside(self, sample: Sample, row: dict[str, Any]) -> None:
         """Where the caption and the mask of a file are. A caption outside of the roots is not shown."""
-        folder, name = os.path.split(path)
-        names: Collection[str] = self.around.names.get(folder, frozenset())
+        path = str(sample.path)
         with contextlib.suppress(OSError):
             row["image_stamp"] = stamp_of_stat(os.stat(path))
-        beside = names_beside(name, names or FolderNames(Path(folder)), self.endings[source])
-        if beside:
-            place = os.path.join(folder, beside[0])
-            row |= {"origin": "text", "caption_file": os.fsencode(place)}
+        if sample.caption_file:
+            place = os.path.join(os.path.dirname(path), sample.caption_file)
+            # What a JSON holds is not the text of the file itself.
+            origin = "table" if ending_of(place) == JSON_ENDING else "text"
+            row |= {"origin": origin, "caption_file": os.fsencode(place)}
             row["caption_stamp"] = self.around.texts.get(place, NO_STAMP)
             if not self.around.is_inside(place):
                 row |= {"caption": "", "origin": "none"}

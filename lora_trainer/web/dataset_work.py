@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.core.bounded import TextError, decode
 from lora_trainer.core.errors import Problem
+from lora_trainer.data.sources.beside import JSON_ENDING
+from lora_trainer.data.sources.names import ending_of
 from lora_trainer.data.sources.texts import tidy
 from lora_trainer.web.caption_edits import TITLES, BulkEdit, edited, refuse_wrong_text
 from lora_trainer.web.caption_journal import CaptionChange, bytes_of
@@ -199,6 +201,9 @@ def caption_place(row: Mapping[str, Any], shared: SharedNames) -> Path:
     image = Path(os.fsdecode(row["path"]))
     if row["caption_file"] is not None:
         place = Path(os.fsdecode(row["caption_file"]))
+        if ending_of(place.name) == JSON_ENDING:
+            fix = "Make a copy of the dataset: it has captions as text."
+            raise Refusal(409, Problem(f"The caption of {row['name']} is in {place.name}, which is only read.", fix))
         if row["caption_file"] in shared.files:
             message = f"{row['name']} and another image share the caption {place.name}."
             raise Refusal(409, Problem(message, "Rename one of them."))

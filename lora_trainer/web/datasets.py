@@ -22,11 +22,12 @@ from starlette.responses import FileResponse
 from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.images.images import IMAGE_ENDINGS, BrokenImageError, header_of
+from lora_trainer.data.images.images import BrokenImageError, header_of
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.images.spans import content_of, open_bytes
 from lora_trainer.data.sample import Span
-from lora_trainer.data.sources.folder import MASK_LABEL, is_image, stem_of
+from lora_trainer.data.sources.beside import CAPTION_ENDINGS
+from lora_trainer.data.sources.names import ending_of, is_image, masks_beside
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.published import public_architecture
@@ -200,12 +201,12 @@ def counted_images(folder: Path, most: int = MOST_COUNTED) -> dict[str, Any]:
         except OSError:
             continue
         seen += len(found)
-        images = {stem_of(entry.name): entry.path for entry in found if entry.name[0] != "." and is_image(entry.name)}
-        beside = {stem for stem in images if stem.endswith(MASK_LABEL) and stem.removesuffix(MASK_LABEL) in images}
+        found = [entry for entry in found if not entry.name.startswith(".")]
+        beside = {mask for several in masks_beside([entry.name for entry in found]).values() for mask in several}
         masks += len(beside)
-        for entry in (entry for entry in found if not entry.name.startswith(".")):
+        for entry in found:
             if is_image(entry.name):
-                if stem_of(entry.name) not in beside:
+                if entry.name not in beside:
                     count += 1
                     first = min(first or entry.path, entry.path)
             elif entry.is_dir(follow_symlinks=False):
@@ -254,7 +255,9 @@ def list_images(asked: Annotated[ImageRows, Query()], state: State) -> Response:
     path = readable(asked.path, state)
     index, family = index_of(path, state), asked.family_for(path)
     # Captions may come before the images that they belong to.
-    if is_editable(path, state) and all(name.startswith(".") or name.endswith(".txt") for name in os.listdir(path)):
+    if is_editable(path, state) and all(
+        name.startswith(".") or ending_of(name) in CAPTION_ENDINGS for name in os.listdir(path)
+    ):
         return JSON({"path": str(path), "is_empty": True})
     index.settle(WAITED_SECONDS)
     with index.lock:
@@ -352,7 +355,7 @@ def show_image(asked: Annotated[OneImage, Query()], state: State) -> Response:
     index = index_of(path, state)
     with index.lock:
         # The first image of a folder is shown before anybody opens it.
-        if not index.is_there and path.is_dir() and asked.name.lower().endswith(IMAGE_ENDINGS):
+        if not index.is_there and path.is_dir() and is_image(asked.name):
             row: dict[str, Any] = {
                 "path": os.fsencode(inside(path, asked.name)),
                 "span_file": None,

@@ -20,7 +20,7 @@ from lora_trainer.core.io import atomic_path, flush_folder
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.scan import HEADER_SECONDS, lost, read_headers
 from lora_trainer.data.images.workers import Task, run_tasks
-from lora_trainer.data.sources.folder import MASK_LABEL, is_image, stem_of
+from lora_trainer.data.sources.names import MASK_LABEL, masks_beside
 from lora_trainer.web.dataset_index import DatasetIndex
 from lora_trainer.web.dataset_reader import MOST_SUM, number_of_name
 from lora_trainer.web.dataset_work import opened_index
@@ -65,7 +65,7 @@ async def put_mask(request: Request, asked: Annotated[MaskOf, Query()], state: S
 def delete_mask(asked: Annotated[MaskOf, Query()], state: State) -> Response:
     """Remove the mask of an image: all of it counts again."""
     index, row, image = image_to_mask(asked, state)
-    if not masks_beside(image):
+    if not masks_of(image):
         raise Refusal(404, Problem(f"{asked.name[:200]} has no mask beside it.", "Load the page again."))
     return JSON(took_mask(index, row, image, None))
 
@@ -109,15 +109,14 @@ def take_mask(drawn: Path, image: Path) -> dict[str, Any]:
     return {"file": f"{image.stem}{MASK_LABEL}.png", "width": facts.width, "height": facts.height, **found}
 
 
-def masks_beside(image: Path) -> list[Path]:
-    """All masks of an image: the endings may differ."""
-    wanted = stem_of(image.name) + MASK_LABEL
-    return [image.with_name(name) for name in os.listdir(image.parent) if stem_of(name) == wanted and is_image(name)]
+def masks_of(image: Path) -> list[Path]:
+    """All masks beside an image: their endings and the case of their names may differ."""
+    return [image.with_name(name) for name in masks_beside(os.listdir(image.parent)).get(image.name, ())]
 
 
 def took_mask(index: DatasetIndex, row: Mapping[str, Any], image: Path, kept: str | None) -> dict[str, Any]:
     """Remove the masks of an image but for the file `kept`, and put that into the list of images."""
-    old = [path for path in masks_beside(image) if path.name != kept]
+    old = [path for path in masks_of(image) if path.name != kept]
     for path in old:
         path.unlink(missing_ok=True)
     flush_folder(image.parent)

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.hardware import available_cpus, package_versions
-from lora_trainer.data.images.images import IMAGE_ENDINGS
+from lora_trainer.data.sources.names import is_image
 from lora_trainer.monitor.gpu import nvidia_gpus
 from lora_trainer.monitor.system import system_memory
 from lora_trainer.web.safety import JSON, Refusal, allowed
@@ -85,7 +85,7 @@ def browse(request: Request, path: str | None = None) -> Response:
         raise Refusal(404, Problem(message, "Choose another folder.")) from None
     rows, images = [], 0
     for entry in found:
-        images += entry.name.lower().endswith(tuple(IMAGE_ENDINGS))
+        images += is_image(entry.name)
         if (kind := kind_of(entry)) is not None and is_allowed(entry.path, roots):
             rows.append({"name": entry.name, "path": str(folder / entry.name), "kind": kind})
     parent = str(folder.parent) if is_allowed(folder.parent, roots) else None

@@ -31,7 +31,8 @@ from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS
-from lora_trainer.data.sources.folder import FOREIGN_IMAGES, ending_of, is_image, stem_of
+from lora_trainer.data.sources.folder import FOREIGN_IMAGES
+from lora_trainer.data.sources.names import ending_of, folded, is_image, stem_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 from lora_trainer.web.caption_edits import refuse_wrong_text
 from lora_trainer.web.dataset_work import NAME
@@ -277,10 +278,10 @@ def refuse_taken(target: Path, content: str) -> bool:
             return True
         message = f"There is another {target.name} in the dataset."
         raise Refusal(409, Problem(message, "Send it under another name, or remove the other one."))
-    same = (target.name.casefold(), stem_of(target.name).casefold())
+    same = (folded(target.name), folded(stem_of(target.name)))
     for name in os.listdir(target.parent):
-        is_same = name.casefold() == same[0]  # many disks do not tell Cat from cat
-        if is_same or (is_image(target.name) and is_image(name) and stem_of(name).casefold() == same[1]):
+        is_same = folded(name) == same[0]  # many disks do not tell Cat from cat
+        if is_same or (is_image(target.name) and is_image(name) and folded(stem_of(name)) == same[1]):
             message = f"{target.name} and {name}, which is in the dataset, would share one name, caption and mask."
             raise Refusal(409, Problem(message, "Send it under another name, or remove the other one."))
     return False

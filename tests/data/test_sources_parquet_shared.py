@@ -125,7 +125,7 @@ def test_texts_have_a_size_limit(tmp_path: Path, draw: Draw, monkeypatch: pytest
     monkeypatch.setattr(rows, "MOST_GROUP_BYTES", 1 << 20)
     monkeypatch.setattr(rows, "MOST_TABLE_BYTES", 1 << 20)
     with pytest.raises(TextError, match="MiB of text"):
-        rows.read_parquet(path)
+        rows.read_parquet(path, rows.TableColumns())
     table = pa.table({"image": [png(1)] * 40, "text": table["text"]})
     pq.write_table(table, tmp_path / "b.parquet", use_dictionary=dictionary, dictionary_pagesize_limit=10**9)
     with pytest.raises(UsageError, match="MiB of text"):

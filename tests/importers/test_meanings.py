@@ -510,3 +510,23 @@ def test_trackers_of_the_other_trainers(tmp_path: Path) -> None:
         "d.sh": ("wandb",),
     }
     assert found["a.json"].tracker_project == "cats"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "run.sh",
+            "accelerate launch train_text_to_image_lora.py --train_data_dir=x --caption_column=description --rank 4",
+        ),
+        (
+            "data.json",
+            '[{"id": "a", "type": "local", "instance_data_dir": "x", "parquet": {"caption_column": "description"}}]',
+        ),
+    ],
+)
+def test_the_column_of_captions(name: str, text: str, tmp_path: Path) -> None:
+    imported = imported_text(tmp_path, name, text)
+    columns = {imported.config.captions.column}
+    columns |= {each.captions.column for each in imported.config.data.sources if each.captions is not None}
+    assert "description" in columns

@@ -6,8 +6,10 @@ import errno
 import io
 import json
 import os
+import shutil
 import tarfile
 import time
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -489,6 +491,53 @@ def test_copies_have_plain_names(client: TestClient, place: Path, name: str) -> 
     answer = client.post("/api/datasets/copy", json={"path": str(place / "images"), "name": name})
     assert answer.status_code == 422
     assert client.post("/api/datasets/clean", json={"path": str(place / "images"), "name": name}).status_code == 422
+
+
+ANY_NAMES = {
+    "IMG_1.PNG": "img_1.Txt",
+    f"{unicodedata.normalize('NFD', 'été')}.png": "été.txt",
+    "x.jfif": "x.JFIF.caption",
+}
+
+
+def test_an_edit_is_written_into_the_file_that_was_read(client: TestClient, place: Path) -> None:
+    folder = place / "datasets" / "any"
+    folder.mkdir()
+    try:
+        for number, (image, caption) in enumerate(ANY_NAMES.items()):
+            Image.new("RGB", (600, 600), (90, 40 * number, 10)).save(folder / image, "JPEG")
+            (folder / caption).write_text(f"number {number}", encoding="utf-8")
+        Image.new("L", (600, 600), 200).save(folder / "img_1-MaskLabel.png")
+        before = sorted(os.listdir(folder))
+        rows = {row["name"]: row for row in images_of(client, folder)["rows"]}
+        assert {name: row["caption_file"] for name, row in rows.items()} == ANY_NAMES
+        assert [name for name, row in rows.items() if row["has_mask"]] == ["IMG_1.PNG"]
+        edit(client, folder, {"do": "add_tag", "tag": "new"})
+        assert sorted(os.listdir(folder)) == before
+        texts = {(folder / caption).read_text("utf-8") for caption in ANY_NAMES.values()}
+        assert texts == {f"number {number}, new\n" for number in range(3)}
+        assert set(captions_of(client, folder).values()) == {f"number {number}, new" for number in range(3)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_caption_in_json_is_shown_and_copied_as_text(client: TestClient, place: Path) -> None:
+    folder = place / "datasets" / "described"
+    folder.mkdir()
+    try:
+        Image.new("RGB", (600, 600), "teal").save(folder / "a.png")
+        (folder / "a.json").write_text('{"tags": ["red", "cat"], "id": 7}', encoding="utf-8")
+        (row,) = images_of(client, folder)["rows"]
+        assert (row["caption"], row["caption_file"]) == ("red, cat", "a.json")
+        assert save(client, folder, a=("red, cat", "a dog")).status_code == 409  # type: ignore[attr-defined]
+        assert sorted(os.listdir(folder)) == ["a.json", "a.png"]
+        started = client.post("/api/datasets/copy", json={"path": str(folder), "name": "as text"})
+        assert wait_for_task(client, started.json())["status"] == "done"
+        copy = place / "datasets" / "as text"
+        assert (copy / "a.txt").read_text("utf-8") == "red, cat\n"
+        assert save(client, copy, a=("red, cat", "a dog")).status_code == 200  # type: ignore[attr-defined]
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_what_is_outside_is_neither_read_nor_written(client: TestClient, place: Path) -> None:

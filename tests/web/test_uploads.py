@@ -6,8 +6,10 @@ import asyncio
 import errno
 import io
 import os
+import re
 import struct
 import time
+import unicodedata
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +22,11 @@ from PIL import Image
 from starlette.testclient import TestClient
 from starlette.types import Message
 
+from lora_trainer import web
 from lora_trainer.config.layers import Layer
 from lora_trainer.core import io as core_io
 from lora_trainer.core.errors import UserError
+from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.run.inputs import list_data
 from lora_trainer.run.settings import settle
 from lora_trainer.web import dataset_index, uploads
@@ -526,3 +530,16 @@ def test_a_new_run_uses_the_masks(client: TestClient, own: Path) -> None:
     assert masks == {"first.png": None, "second.png": own / "in" / "second-masklabel.png"}
     assert {each.code for each in findings} == {"missing_mask", "missing_caption"}
     assert client.get("/api/datasets/source", params={"path": "/etc"}).status_code == 403
+
+
+def test_the_page_sends_what_the_server_reads() -> None:
+    script = (Path(web.__file__).parent / "page" / "upload.js").read_text("utf-8")
+    listed = re.findall(r'"(\.\w+)"', script.split("const IMAGES", 1)[1].split("];", 1)[0])
+    assert sorted(listed) == sorted({*IMAGE_ENDINGS, ".avif"})  # whether this Pillow has it or not
+
+
+def test_an_image_in_another_unicode_form_is_the_same_name(client: TestClient, own: Path) -> None:
+    assert put(client, own, "été.png", PNG).status_code == 201
+    (own / "été.png").rename(own / unicodedata.normalize("NFD", "été.png"))
+    assert put(client, own, "été.jpg", JPEG).status_code == 409
+    assert put(client, own, "photo.jfif", JPEG).json()["name"] == "photo.jfif"

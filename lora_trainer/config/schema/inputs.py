@@ -122,6 +122,11 @@ class CaptionsSection(Section):
     extension: str | None = setting(
         None, "fixed in effect", "extension of caption files, such as `.caption`; empty accepts whatever is there"
     )
+    column: str | None = setting(
+        None,
+        "fixed in effect",
+        "column of tables, or key of JSON, that holds captions; empty takes `text`, `caption`, `prompt` or `tags`",
+    )
     separator: Annotated[str, Field(min_length=1)] = setting(",", "fixed", "text between tags")
     shuffle: bool = setting(False, "fixed", "shuffle the tags each time")
     keep_tokens: CountOrZero = setting(0, "fixed", "tags at the front that are neither shuffled nor dropped")

@@ -27,12 +27,16 @@ from lora_trainer.data.sample import Colors, Span
 if TYPE_CHECKING:
     from lora_trainer.data.buckets import ResizeCrop
 
+JPEG_ENDINGS = (".jpg", ".jpeg", ".jfif", ".jpe", ".pjpeg", ".pjp")
+# What is read, wherever images come from. Others of Pillow's formats are rare, have no mark to be known by (TGA), or decoders
+# that are attacked most (JPEG 2000): they are named and counted as not read.
 ENDINGS_OF_FORMAT: dict[str, tuple[str, ...]] = {
-    "PNG": (".png",),
-    "JPEG": (".jpg", ".jpeg"),
-    "MPO": (".jpg", ".jpeg"),  # what many phones write: a JPEG with a second image behind it
+    "PNG": (".png", ".apng"),
+    "JPEG": JPEG_ENDINGS,
+    "MPO": (*JPEG_ENDINGS, ".mpo"),  # what many phones write: a JPEG with a second image behind it
     "WEBP": (".webp",),
     "BMP": (".bmp",),
+    "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
     "TIFF": (".tif", ".tiff"),
     "GIF": (".gif",),
 }

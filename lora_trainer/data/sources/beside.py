@@ -1,52 +1,192 @@
-"""Captions in text files beside their images."""
+"""Captions in files beside their images: texts, and JSON with a caption and a weight. The members of a tar are read so, too."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+import posixpath
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from lora_trainer.core.bounded import TextError, read_text
+from lora_trainer.core.bounded import TextError, decode, read_bounded
+from lora_trainer.core.findings import Severity
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
+from lora_trainer.data.sources.names import IMAGE_ENDING_SET, NamedImages, ending_of, is_image, stem_of
+from lora_trainer.data.sources.rows import Caption, Description, description_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 CAPTION_ENDINGS = (".txt", ".caption")
+JSON_ENDING = ".json"
 
 
 def caption_endings(request: SourceRequest) -> tuple[str, ...]:
     return CAPTION_ENDINGS if request.ending is None else (request.ending,)
 
 
-def caption_beside(
-    image: Path, names: Container[str], request: SourceRequest, reading: SourceReading
-) -> tuple[str | None, str]:
-    """(caption, what was found instead). `names` are the files of the image's folder.
+class TextFile(NamedTuple):
+    """A file that belongs to an image by its name. Of several captions the one with the least `order` is read."""
 
-    The caption of `cat.png` is `cat.txt`, `cat.TXT` or `cat.png.txt`.
+    order: tuple[int, ...]
+    name: str
+    images: Sequence[str]  # all that it belongs to
+
+    @property
+    def is_caption(self) -> bool:
+        """Whether its ending is one that captions have here. A JSON that is none may hold one all the same."""
+        return not self.order[0]
+
+
+class TextFiles(NamedTuple):
+    """The files beside images: those of each image in their order, captions of no image, and what is not read."""
+
+    of: dict[str, list[TextFile]]
+    orphans: list[str]
+    unread: list[str]
+
+
+def texts_beside(names: Sequence[str], request: SourceRequest) -> TextFiles:
+    """The texts among the files of a folder. The caption of `cat.png` is `cat.txt` or `cat.png.txt`."""
+    images = NamedImages[str]()
+    for name in names:
+        if is_image(name):
+            images.add(stem_of(name), name)
+            images.add(name, name)
+    return sort_texts(names, images, request)
+
+
+def sort_texts(names: Iterable[str], images: NamedImages[str], request: SourceRequest) -> TextFiles:
+    """Give each text to its images."""
+    read = caption_endings(request)
+    places = {ending: place for place, ending in enumerate(dict.fromkeys((*read, *CAPTION_ENDINGS, JSON_ENDING)))}
+    found, orphans, unread = dict[str, list[TextFile]](), list[str](), list[str]()
+    for name in names:
+        ending = ending_of(name)
+        place = places.get(ending)
+        if place is None:
+            if ending not in IMAGE_ENDING_SET:
+                unread.append(name)
+            continue
+        is_caption = place < len(read)
+        stem = name[: -len(ending)]
+        nearness, owners = images.find(stem)
+        if is_caption and not owners:
+            orphans.append(name)
+        elif not is_caption and (not owners or ending != JSON_ENDING):
+            unread.append(name)
+        # Own captions before shared ones, the nearest name, the first ending, `cat.txt` before `cat.png.txt` and `cat.TXT`.
+        order = (not is_caption, len(owners) > 1, nearness, place, is_image(stem), not name.endswith(ending))
+        for owner in owners:
+            found.setdefault(owner, []).append(TextFile(order, name, owners))
+    for files in found.values():
+        files.sort()
+    return TextFiles(found, orphans, unread)
+
+
+def reader_of(folder: Path) -> Callable[[str], bytes]:
+    """Reads small files of a folder by their names. Not by joining paths, which takes as long as reading the file."""
+    before = os.path.join(folder, "")
+    return lambda name: read_bounded(before + name, MOST_CAPTION_BYTES)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the files beside an image hold. `file` is that of its caption, `instead` what was found in place of one, and
+    `hint` where it may be."""
+
+    caption: Caption | None = None
+    weight: object = None
+    file: str = ""
+    instead: str = ""
+    hint: str = ""
+
+
+NOTHING = Beside()
+
+
+def read_beside(
+    image: Path,
+    files: Sequence[TextFile],
+    read: Callable[[str], bytes],
+    request: SourceRequest,
+    reading: SourceReading,
+    listed: Caption | None = None,
+) -> Beside:
+    """What an image's files hold; `read` returns the bytes of one by its name, and raises TextError.
+
+    `listed` is the image's caption in a table: a text comes before it, and a JSON only where its ending is the one set.
     """
-    beside = names_beside(image.name, names, caption_endings(request))
-    if len(beside) > 1:
-        message = f"has two captions; {beside[0]} is used and {beside[1]} is not."
-        reading.find("two_captions", "note", message, "Remove one of them.", image)
-    if not beside:
-        others = () if request.ending is None else names_beside(image.name, names, CAPTION_ENDINGS)
-        return None, others[0] if others else ""
+    if not files:
+        return NOTHING if listed is None else Beside(listed)
+    captions = [each for each in files if each.is_caption]
+    documents = [each for each in files if each.name.lower().endswith(JSON_ENDING)]
+    # A text. Its JSON may have a weight.
+    if captions and captions[0] not in documents:
+        _find_doubtful(image, captions, reading)
+        described = _described(image, documents, read, request, reading, "note")
+        caption = _text(image, captions[0].name, read, reading)
+        return Beside(listed if caption is None else caption, described.weight, captions[0].name)
+    # Nothing of the ending that is set.
+    if request.ending not in (None, JSON_ENDING) or not documents:
+        described = _described(image, documents, read, request, reading, "note")
+        return Beside(listed, described.weight, instead=posixpath.basename(files[0].name))
+    # A table, which somebody wrote for training; many programs write a JSON.
+    if listed is not None and request.ending is None:
+        return Beside(listed, _described(image, documents, read, request, reading, "note").weight)
+    _find_doubtful(image, documents, reading)
+    described = _described(image, documents, read, request, reading, "error")
+    if described.caption is not None:
+        return Beside(described.caption, described.weight, documents[0].name)
+    if listed is not None or not described.columns:
+        return Beside(listed, described.weight)
+    name, columns = posixpath.basename(documents[0].name), ", ".join(described.columns)
+    reading.without_caption.append(f"{name}, which has {columns}")
+    hint = f"{name} has {columns}: captions.column names the one that holds captions."
+    return Beside(weight=described.weight, hint=hint)
+
+
+def _find_doubtful(image: Path, captions: Sequence[TextFile], reading: SourceReading) -> None:
+    """Name what could be meant otherwise: several captions of one image, and one caption of several images."""
+    used = captions[0]
+    if len(captions) > 1:
+        other = captions[1]
+        message = (
+            f"has two captions; {posixpath.basename(used.name)} is used and {posixpath.basename(other.name)} is not."
+        )
+        severity: Severity = "warning" if other.order == used.order else "note"
+        reading.find("two_captions", severity, message, "Remove one of them.", image)
+    if len(used.images) > 1:
+        message = f"is one of {len(used.images)} images with the caption {posixpath.basename(used.name)}."
+        fix = f"If it is not meant for all of them, name theirs {image.name}{CAPTION_ENDINGS[0]}."
+        reading.find("shared_caption", "warning", message, fix, image)
+
+
+def _text(image: Path, name: str, read: Callable[[str], bytes], reading: SourceReading) -> str | None:
     try:
-        # Not by joining paths, which takes as long as reading the caption.
-        return read_text(str(image)[: -len(image.name)] + beside[0], MOST_CAPTION_BYTES), ""
+        return decode(read(name))
     except TextError as error:
-        message = f"has a caption file that {error} ({beside[0]})."
+        message = f"has a caption file that {error} ({posixpath.basename(name)})."
         reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
         reading.reported.add(image)
-        return None, ""
+        return None
 
 
-def names_beside(name: str, names: Container[str], endings: tuple[str, ...]) -> list[str]:
-    stem = os.path.splitext(name)[0]
-    found: list[str] = []
-    for ending in endings:
-        for candidate in (stem + ending, stem + ending.upper(), name + ending):
-            if candidate in names:
-                found.append(candidate)
-                break
-    return found
+def _described(
+    image: Path,
+    documents: Sequence[TextFile],
+    read: Callable[[str], bytes],
+    request: SourceRequest,
+    reading: SourceReading,
+    severity: Severity,
+) -> Description:
+    """The first JSON of an image; a finding and nothing where it is damaged."""
+    if not documents:
+        return Description()
+    try:
+        return description_of(read(documents[0].name), request.columns)
+    except TextError as error:
+        message = f"has a {posixpath.basename(documents[0].name)} that {error}."
+        reading.find("bad_metadata", severity, message, "Fix or remove it.", image)
+        if severity == "error":
+            reading.reported.add(image)
+        return Description()

@@ -30,10 +30,11 @@ def with_controls(
             reading.problem(message, "Name a folder of this machine in data.sources.control_images.")
     if not (labels or wanted) or any(not folder.is_dir() for folder, _ in labels):
         return list(found)
-    partners = {folder: find_partners(folder, found, root) for folder, _ in labels}
+    files = {folder: find_partners(folder) for folder in dict.fromkeys(folder for folder, _ in labels)}
+    partners = [files[folder].pair(found, root, (label,), "control", reading) for folder, label in labels]
     paired = []
     for each in found:
-        paths = [partners[folder].of(each.path, (label,)) for folder, label in labels]
+        paths = [of_folder.get(each.path) for of_folder in partners]
         lacking = [
             f"{folder.name}/*{label}" if label else folder.name
             for (folder, label), path in zip(labels, paths, strict=True)

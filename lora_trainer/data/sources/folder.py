@@ -4,68 +4,80 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
-from lora_trainer.data.sources.beside import caption_beside, caption_endings
+from lora_trainer.data.sources.beside import TextFiles, read_beside, reader_of, texts_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.listing import Listing
-from lora_trainer.data.sources.metadata import METADATA_NAMES, controls_in, key_of, read_metadata
+from lora_trainer.data.sources.metadata import METADATA_NAMES, FilesBelow, controls_in, key_of, read_metadata
+from lora_trainer.data.sources.names import OWN_FILES, SHARDS, NamedImages, ending_of, is_image, masks_beside
 from lora_trainer.data.sources.rows import SourceRow
 
-FOREIGN_IMAGES = (".heic", ".heif", ".jxl", ".psd", ".svg", ".raw", ".cr2", ".nef", ".dng")
+# Images that other programs write and that are not read here: rare formats, and those whose decoders are attacked most.
+FOREIGN_IMAGES = frozenset(
+    (".heic .heif .hif .jxl .jp2 .j2k .jpf .jpx .tga .dds .exr .hdr .ico .psd .psb .xcf .kra .svg"
+     " .raw .dng .cr2 .cr3 .nef .arw .orf .rw2 .raf").split()
+)  # fmt: skip
 KOHYA_FOLDER = re.compile(r"(\d+)_(.*)")
 MOST_REPEATS = 1000  # a larger number is a year or an id: `2024_holiday`
-MASK_LABEL = "-masklabel"  # what OneTrainer puts behind an image's name for its mask
-
-
-def stem_of(name: str) -> str:
-    """A bare name without its ending; quicker than `os.path.splitext`, which counts at 100,000."""
-    dot = name.rfind(".")
-    return name[:dot] if dot > 0 else name
-
-
-def ending_of(name: str) -> str:
-    """A bare name's ending with its dot, in small letters."""
-    dot = name.rfind(".")
-    return name[dot:].lower() if dot > 0 else ""
-
-
-def is_image(name: str) -> bool:
-    return ending_of(name) in IMAGE_ENDINGS
 
 
 def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
+    texts = {folder: texts_beside(names, request) for folder, names in listing.names.items()}
     images = _images_of(listing, request, reading)
-    rows = _rows_of(listing, images, request, reading)
+    rows = _rows_of(listing, images, texts, request, reading)
     folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in images})}
     plain = [folder or "." for folder, named in folders.items() if named is None]
     if len(plain) not in (0, len(folders)) and request.section.repeats is None:
         reading.note(f"{root}: folders without a repeat count are taken once ({', '.join(plain[:3])}).")
-    names = {folder: frozenset(listed) for folder, listed in listing.names.items()}
-    bases = {folder: root / folder for folder in names}
-    found = []
+    bases = {folder: root / folder for folder in texts}
+    readers = {folder: reader_of(base) for folder, base in bases.items()}
+    files, found = FilesBelow(root), list[FoundImage]()
     for folder, name in images:
         kohya = folders[folder]
         repeats = request.repeats(kohya[0] if kohya else 1)
+        base = bases[folder]
         if repeats == 0:
-            reading.note(f"{bases[folder]}: 0 repeats, skipped.")
+            reading.note(f"{base}: 0 repeats, skipped.")
             continue
-        path = bases[folder] / name
+        path = base / name
         row = rows.get(key_of(str(path)), SourceRow(name)) if rows else SourceRow(name)
-        caption, instead = caption_beside(path, names[folder], request, reading)
-        if caption is None:
-            caption = row.text
-        named = kohya[1] if kohya else None
-        controls = controls_in(bases[folder], row.controls)
+        beside = read_beside(path, texts[folder].of.get(name, ()), readers[folder], request, reading, row.text)
         found.append(
-            FoundImage(path, caption, repeats, row.weight, instead=instead, folder_caption=named, controls=controls)
+            FoundImage(
+                path,
+                beside.caption,
+                repeats,
+                row.weight if beside.weight is None else beside.weight,
+                instead=beside.instead,
+                hint=beside.hint,
+                folder_caption=kohya[1] if kohya else None,
+                controls=controls_in(base, row.controls, files),
+                caption_file=beside.file,
+            )
         )
-    _find_unused(listing, request, reading)
+    for folder, base in bases.items():
+        for name in texts[folder].orphans:
+            message = "is a caption without an image."
+            reading.find("orphan_caption", "note", message, "Add the image or remove it.", base / name)
+        read_elsewhere = (*METADATA_NAMES, *OWN_FILES)
+        count_unread(base, [name for name in texts[folder].unread if name.lower() not in read_elsewhere], reading)
     return found
+
+
+def count_unread(place: Path, names: Iterable[str], reading: SourceReading) -> None:
+    """Count files of a folder or a tar that are not read, and name the images among them."""
+    for name in names:
+        ending = ending_of(name)
+        if ending in FOREIGN_IMAGES:
+            message = f"is not read: {ending} is not among {' '.join(IMAGE_ENDINGS)}."
+            reading.find("foreign_format", "warning", message, "Convert it to PNG or JPEG.", place / name)
+        if ending not in SHARDS:
+            reading.unread[ending or "without an ending"] += 1
 
 
 def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading) -> list[tuple[str, str]]:
@@ -74,10 +86,7 @@ def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading)
     labels: list[str] = []
     for folder, names in listing.names.items():
         images = [name for name in names if is_image(name)]
-        masks = {name for name in images if MASK_LABEL in name and stem_of(name).endswith(MASK_LABEL)}
-        if masks:
-            stems = set(map(stem_of, images))
-            masks = {name for name in masks if stem_of(name).removesuffix(MASK_LABEL) in stems}
+        masks = {mask for several in masks_beside(images).values() for mask in several}
         labels.extend(sorted(masks))
         found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in images if name not in masks)
     if labels and request.section.masks is None:
@@ -89,21 +98,25 @@ def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading)
 
 
 def _rows_of(
-    listing: Listing, images: list[tuple[str, str]], request: SourceRequest, reading: SourceReading
+    listing: Listing,
+    images: list[tuple[str, str]],
+    texts: Mapping[str, TextFiles],
+    request: SourceRequest,
+    reading: SourceReading,
 ) -> Mapping[str, SourceRow]:
     """The rows of the image folders' tables, by the image's key."""
     tables = [
-        listing.path(folder, name)
-        for folder, names in sorted(listing.names.items())
-        for name in METADATA_NAMES
-        if name in names
+        (folder, METADATA_NAMES.index(name.lower()), name)
+        for folder, files in texts.items()
+        for name in files.unread
+        if name.lower() in METADATA_NAMES
     ]
     if not tables:
         return {}
-    keys = {key_of(str(listing.path(folder, name))) for folder, name in images}
+    keys = NamedImages((key, key) for key in (key_of(str(listing.path(folder, name))) for folder, name in images))
     rows: dict[str, SourceRow] = {}
-    for table in tables:
-        rows.update(read_metadata(table, keys, reading, request.section.control_columns))
+    for folder, _, name in sorted(tables):
+        rows.update(read_metadata(listing.path(folder, name), keys, reading, request.columns))
     return rows
 
 
@@ -128,25 +141,3 @@ def no_images(listing: Listing, reading: SourceReading) -> None:
     looked = f"{' '.join(IMAGE_ENDINGS)} .tar .parquet"
     message = f"{listing.root} holds no image; looked for {looked} and found {listed or 'no file'}."
     reading.problem(message, "Name the folder that holds the images.")
-
-
-def _find_unused(listing: Listing, request: SourceRequest, reading: SourceReading) -> None:
-    endings = {*caption_endings(request)}
-    for folder, names in listing.names.items():
-        stems: set[str] | None = None
-        for name in names:
-            ending = ending_of(name)
-            if ending in FOREIGN_IMAGES:
-                message = f"is not read: {ending} is not among {' '.join(IMAGE_ENDINGS)}."
-                reading.find(
-                    "foreign_format", "warning", message, "Convert it to PNG or JPEG.", listing.path(folder, name)
-                )
-            elif ending in endings:
-                if stems is None:
-                    images = [each for each in names if is_image(each)]
-                    stems = set(map(stem_of, images)) | set(images)
-                if stem_of(name) not in stems:
-                    message = "is a caption without an image."
-                    reading.find(
-                        "orphan_caption", "note", message, "Add the image or remove it.", listing.path(folder, name)
-                    )

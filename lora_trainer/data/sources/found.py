@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, Severity, printable
+from lora_trainer.data.images.remote import is_url, shown_url
 from lora_trainer.data.sample import ControlImage, Mask, Span
+from lora_trainer.data.sources.rows import Caption, TableColumns
 
 
 @dataclass(frozen=True)
@@ -16,20 +19,22 @@ class FoundImage:
     """One image that a source holds. `caption` is None where it has none of its own, `folder_caption` is the one in
     its folder's name.
 
-    `instead` says what was found in place of a missing caption, `table` which table may hold it.
-    `weight` is as it was written, None where nobody wrote one. `mask` and `controls` have no content yet.
+    `caption_file` is the name of the file beside it that the caption is from. `instead` says what was found in place of a
+    missing caption, `hint` where it may be. `weight` is as it was written, None where nobody wrote one. `mask` and
+    `controls` have no content yet.
     """
 
     path: Path
-    caption: str | None = None
+    caption: Caption | None = None
     repeats: float = 1
     weight: object = None
     span: Span | None = None
     mask: Mask | None = None
     instead: str = ""
-    table: Path | None = None
+    hint: str = ""
     folder_caption: str | None = None
     controls: tuple[ControlImage, ...] = ()
+    caption_file: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,16 @@ class SourceRequest:
         ending = (self.captions.extension or "").strip().lower()
         return f".{ending.lstrip('.')}" if ending.strip(".") else None
 
+    @property
+    def columns(self) -> TableColumns:
+        """Which columns of its tables are read."""
+        return TableColumns(self.section.control_columns, self.captions.column)
+
+    @property
+    def shown_path(self) -> str:
+        """Its path for messages: an address without password and signature."""
+        return shown_url(self.section.path) if is_url(self.section.path) else self.section.path
+
     def repeats(self, named: float = 1) -> float:
         """The configured repeats; else those of the folder's name."""
         return named if self.section.repeats is None else self.section.repeats
@@ -60,6 +75,8 @@ class SourceReading:
     findings: list[Finding] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first added
     reported: set[Path] = field(default_factory=set)  # images whose caption has an error already
+    unread: Counter[str] = field(default_factory=Counter)  # files of a source that are not read, by their ending
+    without_caption: list[str] = field(default_factory=list)  # JSON beside images of a source that holds none
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.found import SourceReading
+from lora_trainer.data.sources.names import is_image
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,13 @@ class Listing:
         return self.root / folder / name
 
 
-class FolderNames:
-    """The files of a folder that is not listed, looked up one by one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __contains__(self, name: object) -> bool:
-        return (self._folder / str(name)).is_file()
+def names_in(folder: Path) -> tuple[str, ...]:
+    """The files of one folder, hidden ones too; none of one that cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return tuple(sorted(entry.name for entry in entries if _kind(entry) == "file"))
+    except OSError:
+        return ()
 
 
 def list_folder(root: Path, reading: SourceReading, without: Iterable[Path | None] = ()) -> Listing:
@@ -80,9 +79,8 @@ def _kind(entry: os.DirEntry[str]) -> str:
             return "file"
         if entry.is_dir():
             return "folder"
-        named = os.path.splitext(entry.name)[1].lower() in IMAGE_ENDINGS
         lost = entry.is_symlink() and not os.path.exists(entry.path)
-        return "file" if named or lost else ""
+        return "file" if is_image(entry.name) or lost else ""
     except OSError:  # a link in a circle
         return "file"
 

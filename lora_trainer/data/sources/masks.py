@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lora_trainer.data.buckets import has_other_shape
 from lora_trainer.data.sample import Mask, Sample
-from lora_trainer.data.sources.folder import MASK_LABEL
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
+from lora_trainer.data.sources.names import MASK_LABEL
 from lora_trainer.data.sources.pairs import find_partners
 
 ALPHA = "alpha"
@@ -35,9 +35,8 @@ def with_masks(
         message = f"There is no folder of masks {request.section.masks}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
-    partners = find_partners(folder, found, root)
-    masks = (partners.of(each.path, (MASK_LABEL, "")) for each in found)
-    paired = [each if path is None else replace(each, mask=Mask(path)) for each, path in zip(found, masks, strict=True)]
+    masks = find_partners(folder).pair(found, root, (MASK_LABEL, ""), "mask", reading)
+    paired = [replace(each, mask=Mask(masks[each.path])) if each.path in masks else each for each in found]
     if found and not any(each.mask for each in paired):
         reading.problem(
             f"{folder} holds no mask of any of {len(found)} images.",

@@ -3,55 +3,117 @@
 from __future__ import annotations
 
 import os
-import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError
+from lora_trainer.core.findings import Severity
 from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.rows import READERS, SourceRow, Table, read_table
+from lora_trainer.data.sources.listing import list_folder
+from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
+from lora_trainer.data.sources.rows import READERS, SourceRow, Table, TableColumns, read_table
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 
 def key_of(path: str) -> str:
-    """A name to compare by, whatever form its accents and slashes have."""
-    path = os.path.normpath(path.replace("\\", "/")).replace("\\", "/")
-    return path if path.isascii() else unicodedata.normalize("NFC", path)
+    """A path to compare by, whatever slashes it has."""
+    return os.path.normpath(path.replace("\\", "/")).replace("\\", "/")
+
+
+class FilesBelow:
+    """The images below a folder, which are listed once a table names one that is not there letter by letter."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._images: NamedImages[Path] | None = None
+
+    def find(self, folder: Path, name: str) -> Path:
+        """The file that a table in `folder` names; where there is none, the only one whose name differs little."""
+        path = Path(os.path.normpath(os.path.join(folder, name.replace("\\", "/"))))
+        if os.path.lexists(path):
+            return path
+        if self._images is None:
+            listing = list_folder(self._root, SourceReading())
+            paths = [listing.path(inner, each) for inner, names in listing.names.items() for each in names]
+            self._images = NamedImages((key_of(str(each)), each) for each in paths)
+        found = self._images.find(key_of(str(path)))[1]
+        return found[0] if len(found) == 1 else path
 
 
 def read_metadata(
-    path: Path, images: Iterable[str], reading: SourceReading, controls: Sequence[str] = ()
+    path: Path, images: NamedImages[str], reading: SourceReading, columns: TableColumns
 ) -> dict[str, SourceRow]:
-    """The rows of an image folder's table by the image's key; `images` are the keys of those that are there."""
-    table = table_or_finding(path, reading, controls)
+    """The rows of an image folder's table by the image's key; `images` are those of the keys of the images that are there."""
+    table = table_or_finding(path, reading, columns)
     if table is None:
         return {}
-    known = set(images)
-    named = [(key_of(os.path.join(path.parent, row.name.replace("\\", "/"))), row) for row in table.rows]
-    rows = dict(named)
-    _find_overruled([(row, rows[key]) for key, row in named if key in known], path, reading)
-    absent = [row.name for key, row in rows.items() if key not in known]
+    found, absent = list[tuple[SourceRow, int, Sequence[str]]](), list[str]()
+    for row in table.rows:
+        nearness, keys = images.find(key_of(os.path.join(path.parent, row.name.replace("\\", "/"))))
+        if keys:
+            found.append((row, nearness, keys))
+        else:
+            absent.append(row.name)
     if absent:
         message = f"names {len(absent)} images that are not there (first: {absent[0]})."
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
-    return {key: row for key, row in rows.items() if key in known}
+    return _rows_by_image(found, path, reading)
 
 
-def table_or_finding(path: Path, reading: SourceReading, controls: Sequence[str] = ()) -> Table | None:
-    """A table with its bad lines as one finding; None when it cannot be read at all. `controls` are the columns of
-    control images."""
+def _rows_by_image(
+    found: Sequence[tuple[SourceRow, int, Sequence[str]]], path: Path, reading: SourceReading
+) -> dict[str, SourceRow]:
+    """The row of each image. Of several the one with the nearest name counts, of these the last. `found` are rows, how near
+    the names of their images are, and these images."""
+    rows: dict[str, SourceRow] = {}
+    for row, _, images in sorted(found, key=lambda each: -each[1]):
+        rows.update(dict.fromkeys(images, row))
+    unused = [row.name for row, _, images in found if any(_differs(row, rows[image]) for image in images)]
+    if unused:
+        message = (
+            f"{len(unused)} lines are not used, for another one says otherwise of their image (first: {unused[0]})."
+        )
+        reading.find("two_captions", "note", message, "Keep one line for each image.", path)
+    shared = [row.name for row, _, images in found if len(images) > 1]
+    if shared:
+        message = (
+            f"{len(shared)} lines are used for several images each, by names that differ little (first: {shared[0]})."
+        )
+        reading.find("shared_caption", "warning", message, "Name each image as its file is named.", path)
+    return rows
+
+
+def _differs(row: SourceRow, used: SourceRow) -> bool:
+    return (row.text, row.weight) != (used.text, used.weight)
+
+
+def table_or_finding(path: Path, reading: SourceReading, columns: TableColumns) -> Table | None:
+    """A table with its bad lines as one finding, and its columns where none holds captions; None when it cannot be read
+    at all."""
     try:
-        table = read_table(path, controls)
+        table = read_table(path, columns)
     except TextError as error:
         reading.find("bad_metadata", "error", f"{error}.", "Save it again, as UTF-8 text or Parquet.", path)
         return None
     if table.bad:
         message = f"has lines without a file name and its text: {len(table.bad)} of {table.total} (first: line {table.bad[0]})."
         reading.find("bad_metadata", "error", message, "Fix or remove these lines.", path)
+    find_no_captions(path, table.others, columns, reading)
     return table
+
+
+def find_no_captions(path: Path, others: Sequence[str], columns: TableColumns, reading: SourceReading) -> None:
+    """A finding for a table without a column of captions; `others` are the columns that it has in place of one."""
+    if not others:
+        return
+    message = f"has no captions, which are in a column {' or '.join(columns.captions)}; it has {', '.join(others)}."
+    fix = "If one of them holds captions, name it with captions.column."
+    # The usual columns may be missing on purpose: captions may lie beside the images.
+    severity: Severity = "note" if columns.caption is None else "error"
+    reading.find("no_caption_column", severity, message, fix, path)
 
 
 def with_captions_file(
@@ -64,80 +126,82 @@ def with_captions_file(
         message = f"There is no table of captions {path}."
         reading.problem(message, f"Check data.sources.captions_file; it ends in {' '.join(READERS)}.")
         return list(found)
-    table = table_or_finding(path, reading, request.section.control_columns)
+    table = table_or_finding(path, reading, request.columns)
     if table is None:
         return list(found)
-    places = _places(found)
     base = root if root.is_dir() else root.parent
-    rows: dict[int, SourceRow] = {}
-    absent, overruled = [], []
-    for row in table.rows:
-        place = _place_of(row.name, (str(root), str(base), str(path.parent)), places)
-        if place is None:
-            absent.append(row.name)
-        else:
-            if place in rows:
-                overruled.append((rows[place], row))
-            rows[place] = row
-    _find_overruled(overruled, path, reading)
-    if absent and not rows:
+    images = _TableImages((str(each.path) for each in found), (str(root), str(base), str(path.parent)))
+    named = [(row, *images.find(row.name)) for row in table.rows]
+    absent = [row.name for row, _, paths in named if not paths]
+    if absent and len(absent) == len(named):
         message = f"{path} has no caption of any of {len(found)} images"
         names = f"it names {absent[0]}, the data has {found[0].path.name}"
         reading.problem(f"{message}: {names}.", "Check data.sources.captions_file.")
         return list(found)
+    rows = _rows_by_image([each for each in named if each[2]], path, reading)
     if absent:
         message = f"names {len(absent)} images that are not among the data (first: {absent[0]})."
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
-    if len(rows) < len(found):
-        reading.note(f"{path}: has captions of {len(rows)} of {len(found)} images; the others keep their own.")
-    return [_with_row(each, rows.get(place), path.parent) for place, each in enumerate(found)]
+    files = FilesBelow(path.parent)
+    own = [rows.get(str(each.path)) for each in found]
+    if None in own:
+        count = len(found) - own.count(None)
+        reading.note(f"{path}: has captions of {count} of {len(found)} images; the others keep their own.")
+    return [_with_row(each, row, path.parent, files) for each, row in zip(found, own, strict=True)]
 
 
-def _find_overruled(pairs: Sequence[tuple[SourceRow, SourceRow]], path: Path, reading: SourceReading) -> None:
-    """A finding for rows whose image is described otherwise by another, which is used. `pairs` are (row, used)."""
-    others = [row.name for row, used in pairs if (row.text, row.weight) != (used.text, used.weight)]
-    if others:
-        message = (
-            f"{len(others)} lines are not used, for a later one says otherwise of their image (first: {others[0]})."
-        )
-        reading.find("two_captions", "note", message, "Keep one line for each image.", path)
-
-
-def _with_row(found: FoundImage, row: SourceRow | None, folder: Path) -> FoundImage:
+def _with_row(found: FoundImage, row: SourceRow | None, folder: Path, files: FilesBelow) -> FoundImage:
     """The image with what a row of a table in `folder` sets."""
     if row is None:
         return found
     return replace(
         found,
         caption=found.caption if row.text is None else row.text,
+        caption_file=found.caption_file if row.text is None else "",
         weight=found.weight if row.weight is None else row.weight,
-        controls=controls_in(folder, row.controls) or found.controls,
+        controls=controls_in(folder, row.controls, files) or found.controls,
     )
 
 
-def controls_in(folder: Path, names: Sequence[str]) -> tuple[ControlImage, ...]:
+def controls_in(folder: Path, names: Sequence[str], files: FilesBelow) -> tuple[ControlImage, ...]:
     """The control images that a row of a table in `folder` names."""
-    return tuple(ControlImage(Path(os.path.normpath(folder / name.replace("\\", "/")))) for name in names)
+    return tuple(ControlImage(files.find(folder, name)) for name in names)
 
 
-def _places(found: Sequence[FoundImage]) -> Mapping[str, int]:
-    """The place of each image, by its path, its path without ending, and its name where that is the only one."""
-    places: dict[str, int] = {}
-    names: dict[str, int] = {}
-    for place, each in enumerate(found):
-        key = key_of(str(each.path))
-        places[key] = place
-        places.setdefault(os.path.splitext(key)[0], place)
-        for name in (os.path.basename(key), os.path.splitext(os.path.basename(key))[0]):
-            names[name] = -1 if names.get(name, place) != place else place
-    return {name: place for name, place in names.items() if place >= 0} | places
+class _TableImages:
+    """The images that the rows of a table may mean, with and without their ending."""
+
+    def __init__(self, paths: Iterable[str], folders: Sequence[str]) -> None:
+        self._folders = folders
+        self._paths, self._names = NamedImages[str](), NamedImages[str]()
+        for path in dict.fromkeys(paths):
+            for name in _with_and_without_ending(key_of(path)):
+                self._paths.add(name, path)
+                self._names.add(os.path.basename(name), path)
+
+    def find(self, name: str) -> tuple[int, Sequence[str]]:
+        """How near the nearest image's name is, and the images that have it: below one of the folders, else by the name
+        alone where only one has that."""
+        slashed = name.replace("\\", "/")
+        nearest: tuple[int, Sequence[str]] = FOLDED, ()
+        for folder in self._folders:
+            for path in _with_and_without_ending(key_of(os.path.join(folder, slashed))):
+                nearest = _nearer(nearest, self._paths.find(path))
+                if nearest[0] == EXACT:
+                    return nearest
+        for alone in _with_and_without_ending(os.path.basename(key_of(slashed))):
+            found = self._names.find(alone)
+            if len(found[1]) == 1:
+                nearest = _nearer(nearest, found)
+        return nearest
 
 
-def _place_of(name: str, folders: Sequence[str], places: Mapping[str, int]) -> int | None:
-    slashed = name.replace("\\", "/")
-    keys = [key_of(os.path.join(folder, slashed)) for folder in folders] + [os.path.basename(key_of(slashed))]
-    for key in keys:
-        for candidate in (key, os.path.splitext(key)[0]):
-            if candidate in places:
-                return places[candidate]
-    return None
+def _with_and_without_ending(path: str) -> tuple[str, ...]:
+    stem = os.path.splitext(path)[0]
+    return (path,) if stem == path else (path, stem)
+
+
+def _nearer(one: tuple[int, Sequence[str]], other: tuple[int, Sequence[str]]) -> tuple[int, Sequence[str]]:
+    """The first unless it has no image, or the other has one of a nearer name."""
+    is_nearer = not one[1] or other[0] < one[0]
+    return other if other[1] and is_nearer else one

@@ -4,43 +4,75 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_trainer.data.sources.folder import is_image
 from lora_trainer.data.sources.found import FoundImage, SourceReading
 from lora_trainer.data.sources.listing import list_folder
+from lora_trainer.data.sources.names import NamedImages, is_image, without_label
+
+WORDS = {"mask": "mask", "control": "control image"}  # in findings
+
+Ranked = tuple[tuple[int, ...], Path]  # a partner, the better the lower
 
 
 @dataclass(frozen=True)
-class Partners:
-    """The images of one folder by their paths below it, without endings; and how many images of the source share a name."""
+class PartnerFiles:
+    """The images of a folder of masks or control images: each path, and that below the folder without its ending."""
 
-    images: dict[str, Path]
-    names: Counter[str]
-    root: Path
+    files: Sequence[tuple[Path, str]]
 
-    def of(self, image: Path, labels: Sequence[str] = ("",)) -> Path | None:
-        """The partner of a source's image, never itself: by its path below the source, else by its name alone where only
-        one image of the source has it. `labels` are what may stand behind the name, the first found wins."""
-        below = path_below(image, self.root)
-        stem = below.rpartition("/")[2]
-        candidates = (below, stem) if self.names[stem] == 1 else (below,)
-        found = (self.images.get(name + label) for name in candidates for label in labels)
-        return next((path for path in found if path is not None and path != image), None)
+    def pair(
+        self, found: Sequence[FoundImage], root: Path, labels: Sequence[str], kind: str, reading: SourceReading
+    ) -> dict[Path, Path]:
+        """The partner of each image of a source below `root`: by its path below the source, else by its name alone where
+        only one image of the source has it. `labels` are what may stand behind the name, the first found wins.
+        """
+        ranked = self._ranked({each.path: path_below(each.path, root) for each in found}, labels)
+        _find_doubtful(ranked, kind, reading)
+        return {image: min(partners)[1] for image, partners in ranked.items()}
+
+    def _ranked(self, places: Mapping[Path, str], labels: Sequence[str]) -> dict[Path, list[Ranked]]:
+        images = NamedImages((place, path) for path, place in places.items())
+        alone = NamedImages((place.rpartition("/")[2], place) for place in dict.fromkeys(places.values()))
+        ranked: dict[Path, list[Ranked]] = {}
+        for file, place in self.files:
+            for number, label in enumerate(labels):
+                name = without_label(place, label)
+                if name is None or (not label and file in places):  # an image of the source is no other's partner
+                    continue
+                nearness, owners = images.find(name)
+                is_alone = not owners
+                if is_alone and "/" not in name:
+                    nearness, several = alone.find(name)
+                    owners = images.find(several[0])[1] if len(several) == 1 else ()
+                for owner in owners:
+                    ranked.setdefault(owner, []).append(((is_alone, nearness, number), file))
+        return ranked
 
 
-def find_partners(folder: Path, found: Sequence[FoundImage], root: Path) -> Partners:
-    """The images of `folder`, to be paired with those of a source below `root`."""
+def _find_doubtful(ranked: Mapping[Path, list[Ranked]], kind: str, reading: SourceReading) -> None:
+    """Name what could be meant otherwise: partners that suit an image equally, and one of several images."""
+    word = WORDS[kind]
+    used = {image: min(partners) for image, partners in ranked.items()}
+    counts = Counter(file for _, file in used.values())
+    for image, (rank, file) in used.items():
+        others = [other for each, other in ranked[image] if each == rank and other != file]
+        if others:
+            message = f"has two {word}s; {file.name} is used and {others[0].name} is not."
+            reading.find(f"two_{kind}s", "warning", message, "Remove one of them.", image)
+        if counts[file] > 1:
+            message = f"is one of {counts[file]} images with the {word} {file.name}."
+            fix = "If it is not meant for all of them, rename the others, with files of theirs."
+            reading.find(f"shared_{kind}", "warning", message, fix, image)
+
+
+def find_partners(folder: Path) -> PartnerFiles:
+    """The images of `folder`, to be paired with those of a source."""
     listing = list_folder(folder, SourceReading())
-    images = {
-        path_below(listing.path(inner, name), folder): listing.path(inner, name)
-        for inner, names in listing.names.items()
-        for name in filter(is_image, names)
-    }
-    places = {path_below(each.path, root) for each in found}
-    return Partners(images, Counter(place.rpartition("/")[2] for place in places), root)
+    paths = (listing.path(inner, name) for inner, names in listing.names.items() for name in filter(is_image, names))
+    return PartnerFiles([(path, path_below(path, folder)) for path in paths])
 
 
 def path_below(path: Path, root: Path) -> str:

@@ -20,7 +20,8 @@ from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, writ
 from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.rows import TEXT_COLUMNS, rows_of_parquet, text_of
+from lora_trainer.data.sources.metadata import find_no_captions
+from lora_trainer.data.sources.rows import TableColumns, is_caption, other_columns, rows_of_parquet, text_of
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -60,7 +61,7 @@ def read_parquet(path: Path, column: str, request: SourceRequest, reading: Sourc
     blob = folder / f"{name}.images"
     try:
         images = _shared(path, column, blob)
-        rows = _texts(path)
+        rows, others = _texts(path, request.columns)
     except _RefusedError as refused:
         reading.problem(f"{path} {refused}", refused.fix)
         return []
@@ -73,10 +74,11 @@ def read_parquet(path: Path, column: str, request: SourceRequest, reading: Sourc
             message = f"has no image in row {number + 1}."
             reading.find("absent_image", "warning", message, "Remove the row.", path / f"{number:06}")
             continue
-        text = text_of(row)
+        text = text_of(row, request.columns)
         span = Span(blob, image.offset, image.size)
-        caption = text if isinstance(text, str) else None
+        caption = text if is_caption(text) else None
         found.append(FoundImage(path / image.name, caption, request.repeats(), row.get("weight"), span))
+    find_no_captions(path, others, request.columns, reading)
     reading.note(f"{path}: {len(found)} images, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
 
@@ -234,13 +236,17 @@ def _named(number: int, name: str, data: bytes) -> str:
     return f"{number:06}" + next((ending for magic, ending in kinds.items() if data.startswith(magic)), "")
 
 
-def _texts(path: Path) -> list[dict[str, Any]]:
-    """Caption and weight of each row. Raises TextError."""
+def _texts(path: Path, columns: TableColumns) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Caption and weight of each row; and the columns of text where none is one of captions. Raises TextError."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
-        kinds = {field.name: str(field.type) for field in file.schema_arrow}
-        columns = [name for name in (*TEXT_COLUMNS, "weight") if name in kinds and "binary" not in kinds[name]]
-        if not columns:
-            return [{} for _ in range(file.metadata.num_rows)]
-        return list(rows_of_parquet(file, columns))
+        texts = [
+            field.name for field in file.schema_arrow if "string" in (kind := str(field.type)) and "struct" not in kind
+        ]
+        captions = [name for name in columns.captions if name in texts]
+        wanted = captions + [name for name in ("weight",) if name in file.schema_arrow.names]
+        others = () if captions else other_columns(texts, columns)
+        if not wanted:
+            return [{} for _ in range(file.metadata.num_rows)], others
+        return list(rows_of_parquet(file, wanted)), others

@@ -8,34 +8,49 @@ from pathlib import Path
 
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.images.remote import ENDING
-from lora_trainer.data.sources.beside import caption_beside
+from lora_trainer.data.sources.beside import read_beside, reader_of, texts_beside
 from lora_trainer.data.sources.controls import with_controls
-from lora_trainer.data.sources.folder import ending_of, is_image, no_images, read_folder
+from lora_trainer.data.sources.folder import no_images, read_folder
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.listing import FolderNames, Listing, list_folder
+from lora_trainer.data.sources.listing import Listing, list_folder, names_in
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
+from lora_trainer.data.sources.names import OWN_FILES, SHARDS, TABLES, ending_of, folded, is_image, stem_of
 from lora_trainer.data.sources.places import common_root, control_place
 from lora_trainer.data.sources.remote import read_remote
 from lora_trainer.data.sources.table import read_table_source
 from lora_trainer.data.sources.tar import COMPRESSED_ENDINGS, read_tar
 
-TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-SHARDS = (".tar", ".parquet")
-
 
 def read_source(places: Sequence[Path], request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of one source, with captions of its `captions_file`, its masks and its control images."""
     before = len(reading.problems)
+    reading.unread.clear()
+    reading.without_caption.clear()
     found = [each for place in places for each in _read_place(place, request, reading)]
     if not found:
         if places and len(reading.problems) == before:
-            reading.problem(f"{request.section.path} holds no image that can be used.", _last_reason(reading))
+            reading.problem(f"{request.shown_path} holds no image that can be used.", _last_reason(reading))
         return []
+    _note_unread(request, reading)
     root = common_root(places)
     if request.section.captions_file is not None:
         found = with_captions_file(found, root, request, reading)
     return with_controls(with_masks(found, root, request, reading), root, request, reading)
+
+
+def _note_unread(request: SourceRequest, reading: SourceReading) -> None:
+    """Count what was not read, by its kind: one line whatever there is of it."""
+    if reading.unread:
+        kinds = ", ".join(f"{count} {ending}" for ending, count in sorted(reading.unread.items()))
+        total = reading.unread.total()
+        are = "file is" if total == 1 else "files are"
+        reading.note(f"{request.shown_path}: {total} {are} not read: {kinds}.")
+    if reading.without_caption:
+        count, first = len(reading.without_caption), reading.without_caption[0]
+        columns = ", ".join(request.columns.captions)
+        message = f"{count} JSON beside images without {columns} (first: {first}); captions.column names another key."
+        reading.note(f"{request.shown_path}: {message}")
 
 
 def _last_reason(reading: SourceReading) -> str:
@@ -57,8 +72,7 @@ def _read_place(place: Path, request: SourceRequest, reading: SourceReading) -> 
         reading.problem(f"{place} is a compressed tar.", fix)
         return []
     if is_image(place.name):
-        caption, instead = caption_beside(place, FolderNames(place.parent), request, reading)
-        return [FoundImage(place, caption, request.repeats(), instead=instead)]
+        return [_one_image(place, request, reading)]
     reader = FILES.get(ending_of(place.name))
     if reader is not None:
         return reader(place, request, reading)
@@ -69,6 +83,20 @@ def _read_place(place: Path, request: SourceRequest, reading: SourceReading) -> 
     return []
 
 
+def _one_image(place: Path, request: SourceRequest, reading: SourceReading) -> FoundImage:
+    files = texts_beside(names_in(place.parent), request).of.get(place.name, ())
+    beside = read_beside(place, files, reader_of(place.parent), request, reading)
+    return FoundImage(
+        place,
+        beside.caption,
+        request.repeats(),
+        beside.weight,
+        instead=beside.instead,
+        hint=beside.hint,
+        caption_file=beside.file,
+    )
+
+
 def _read_folder(place: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """The images of a folder, then those in the tars and Parquet files below it."""
     beside = (masks_folder(request), *(control_place(each)[0] for each in request.section.control_images))
@@ -77,6 +105,8 @@ def _read_folder(place: Path, request: SourceRequest, reading: SourceReading) ->
     for path in _shards_of(listing):
         if path.suffix.lower() == ".tar" or _holds_images(path):
             found.extend(FILES[path.suffix.lower()](path, request, reading))
+        else:
+            reading.unread[".parquet"] += 1
     has_images = any(is_image(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
     if not found and not has_images:
         no_images(listing, reading)
@@ -87,16 +117,19 @@ def _with_table(found: list[FoundImage], listing: Listing) -> list[FoundImage]:
     """Images without a caption, with a table beside them that is only read when it is named."""
     if all(each.caption is not None for each in found):
         return found
-    stems = {each.path.stem for each in found}
+    stems = {folded(each.path.stem) for each in found}
     tables = [
         listing.path(folder, name)
         for folder, names in listing.names.items()
         for name in names
-        if ending_of(name) in TABLES and name not in METADATA_NAMES and Path(name).stem not in stems
+        if ending_of(name) in TABLES
+        and name.lower() not in (*METADATA_NAMES, *OWN_FILES)
+        and folded(stem_of(name)) not in stems
     ]
     if len(tables) != 1 or (tables[0].suffix.lower() == ".parquet" and _holds_images(tables[0])):
         return found
-    return [each if each.caption is not None else replace(each, table=tables[0]) for each in found]
+    hint = f"{tables[0].name} is here: name it as captions_file of the source, or as --data."
+    return [each if each.caption is not None or each.hint else replace(each, hint=hint) for each in found]
 
 
 def _shards_of(listing: Listing) -> list[Path]:
@@ -104,7 +137,7 @@ def _shards_of(listing: Listing) -> list[Path]:
         (f"{folder}/{name}", folder, name)
         for folder, listed in listing.names.items()
         for name in listed
-        if ending_of(name) in SHARDS and name not in METADATA_NAMES
+        if ending_of(name) in SHARDS and name.lower() not in METADATA_NAMES
     ]
     return [listing.path(folder, name) for _, folder, name in sorted(names)]
 

@@ -1,4 +1,5 @@
-"""Tables of captions: JSONL, JSON, CSV, Parquet and plain lines, as rows of (file name, caption, weight)."""
+"""Tables of captions: JSONL, JSON, CSV, Parquet and plain lines, as rows of (file name, caption, weight); and JSON that
+describes one image."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from lora_trainer.core.bounded import TextError, read_text
+from lora_trainer.core.bounded import TextError, decode, read_text
 from lora_trainer.data.sources.texts import MOST_TABLE_BYTES
 
 if TYPE_CHECKING:
@@ -24,57 +25,129 @@ MOST_ROWS = 1 << 14  # of Parquet, in memory at once
 TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
 
 
+MOST_COLUMNS_NAMED = 12
+
+Caption: TypeAlias = str | tuple[str, ...]  # a text, or several to choose from
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """The columns of a source's tables beside the usual ones: those of control images, and that of captions."""
+
+    controls: tuple[str, ...] = ()
+    caption: str | None = None
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return TEXT_COLUMNS if self.caption is None else (self.caption,)
+
+
 @dataclass(frozen=True)
 class SourceRow:
     """One row of a table. `weight` is as it was written, of whatever type; None where there is none. `controls` are the
     files that the source's control columns name, up to the first empty one."""
 
     name: str
-    text: str | None = None
+    text: Caption | None = None
     weight: object = None
     controls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file. `bad` holds what could not be read, counted from 1, of `total` lines or rows."""
+    """The rows of one file. `bad` holds what could not be read, counted from 1, of `total` lines or rows. Where it has no
+    column of captions, `others` are the columns that nothing is read from."""
 
     rows: tuple[SourceRow, ...]
     bad: tuple[int, ...]
     total: int
+    others: tuple[str, ...] = ()
 
 
-def read_table(path: Path, controls: Sequence[str] = ()) -> Table:
-    """A table of captions, by the file's ending; `controls` are the columns of control images. Raises TextError."""
-    return READERS[path.suffix.lower()](path, controls)
+@dataclass(frozen=True)
+class Description:
+    """What a JSON beside an image says of it; without a caption, `columns` are the keys that nothing is read from."""
+
+    caption: Caption | None = None
+    weight: object = None
+    columns: tuple[str, ...] = ()
 
 
-def row_of(value: object, controls: Sequence[str] = ()) -> SourceRow | None:
+def read_table(path: Path, columns: TableColumns) -> Table:
+    """A table of captions, by the file's ending. Raises TextError."""
+    return READERS[path.suffix.lower()](path, columns)
+
+
+def description_of(data: bytes, columns: TableColumns) -> Description:
+    """What a JSON beside an image says: an object like a row of a table, a caption, or a list of captions. Raises TextError."""
+    value = _parsed(decode(data))
+    if isinstance(value, str | list) and is_caption(text := _joined("", value)):
+        return Description(text)
+    if not isinstance(value, Mapping):
+        raise TextError("is JSON, but neither an object nor a caption")
+    text = text_of(value, columns)
+    if is_caption(text):
+        return Description(text, value.get("weight"))
+    return Description(None, value.get("weight"), other_columns(value, columns))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"is not JSON ({str(error).split(chr(10))[0]})") from error
+
+
+def row_of(value: object, columns: TableColumns) -> SourceRow | None:
     """A row of named columns; None when it names no file or its caption is no text."""
     if not isinstance(value, Mapping):
         return None
     name = next((value[key] for key in NAME_COLUMNS if isinstance(value.get(key), str) and value[key]), None)
-    text, weight = text_of(value), value.get("weight")
-    if name is None or not isinstance(text, str | None):
+    text, weight = text_of(value, columns), value.get("weight")
+    if name is None or not (text is None or is_caption(text)):
         return None
-    files = itertools.takewhile(lambda file: isinstance(file, str) and file, (value.get(key) for key in controls))
+    files = itertools.takewhile(
+        lambda file: isinstance(file, str) and file, (value.get(key) for key in columns.controls)
+    )
     return SourceRow(name, text, None if weight == "" else weight, tuple(map(str, files)))
 
 
-def text_of(value: Mapping[str, Any]) -> object:
-    """The caption of a row: the first column of the usual names that holds one."""
-    return next((value[key] for key in TEXT_COLUMNS if value.get(key) is not None), None)
+def text_of(value: Mapping[str, Any], columns: TableColumns) -> object:
+    """The caption of a row: the first column of captions that holds one; empty where they are all empty."""
+    held = [_joined(key, value[key]) for key in columns.captions if value.get(key) is not None]
+    return next((text for text in held if text), held[0] if held else None)
 
 
-def _table(values: Iterator[object] | list[object], controls: Sequence[str] = ()) -> Table:
-    rows, bad, total = [], [], 0
-    for total, value in enumerate(values, start=1):
-        row = value if isinstance(value, SourceRow) else row_of(value, controls)
+def _joined(key: str, value: object) -> object:
+    """A list of tags as one text, a list of captions as several."""
+    if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+        return value
+    return ", ".join(value) if "tag" in key.lower() else tuple(value)
+
+
+def is_caption(text: object) -> TypeGuard[Caption]:
+    return isinstance(text, str | tuple)
+
+
+def other_columns(keys: Iterable[object], columns: TableColumns) -> tuple[str, ...]:
+    """The columns that nothing is read from."""
+    read = {*NAME_COLUMNS, *columns.captions, *columns.controls, "weight"}
+    return tuple(str(key) for key in keys if isinstance(key, str) and key not in read)[:MOST_COLUMNS_NAMED]
+
+
+def _table(values: Iterable[tuple[int, object]], columns: TableColumns, names: Iterable[object] = ()) -> Table:
+    """The table of numbered rows; `names` are those of all its columns, else those of its first row."""
+    rows, bad, total = list[SourceRow](), list[int](), 0
+    for total, value in values:
+        row = value if isinstance(value, SourceRow) else row_of(value, columns)
         if row is None:
             bad.append(total)
-        else:
-            rows.append(row)
-    return Table(tuple(rows), tuple(bad), total)
+            continue
+        rows.append(row)
+        if not names and isinstance(value, Mapping):
+            names = value.keys()
+    has_captions = any(row.text is not None for row in rows)
+    return Table(tuple(rows), tuple(bad), total, () if has_captions else other_columns(names, columns))
 
 
 def _lines(path: Path) -> list[str]:
@@ -82,52 +155,44 @@ def _lines(path: Path) -> list[str]:
     return read_text(path, MOST_TABLE_BYTES).rstrip("\r\n").split("\n")
 
 
-def read_jsonl(path: Path, controls: Sequence[str] = ()) -> Table:
-    rows, bad, total = [], [], 0
-    for total, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = row_of(json.loads(line), controls)
-        except (ValueError, RecursionError):
-            row = None
-        if row is None:
-            bad.append(total)
-        else:
-            rows.append(row)
-    return Table(tuple(rows), tuple(bad), total)
+def read_jsonl(path: Path, columns: TableColumns) -> Table:
+    return _table(_documents(path), columns)
 
 
-def read_json(path: Path, controls: Sequence[str] = ()) -> Table:
+def _documents(path: Path) -> Iterator[tuple[int, object]]:
+    """The numbered lines that are not empty; None for one that is no JSON."""
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, None
+
+
+def read_json(path: Path, columns: TableColumns) -> Table:
     """A list of rows, or an object that gives each image's name its caption, or kohya's `caption` and `tags`."""
-    try:
-        document = json.loads(read_text(path, MOST_TABLE_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise TextError(f"is not JSON ({str(error).split(chr(10))[0]})") from error
+    document = _parsed(read_text(path, MOST_TABLE_BYTES))
     if isinstance(document, list):
-        return _table(document, controls)
+        return _table(enumerate(document, start=1), columns)
     if not isinstance(document, dict):
         raise TextError("is JSON, but neither a list of rows nor an object of captions by name")
-    return _table([_named(name, value, controls) for name, value in document.items()])
+    names = next((value.keys() for value in document.values() if isinstance(value, Mapping)), ())
+    return _table(enumerate((_named(*item, columns) for item in document.items()), start=1), columns, names)
 
 
-def _named(name: str, value: object, controls: Sequence[str]) -> SourceRow | None:
+def _named(name: str, value: object, columns: TableColumns) -> SourceRow | None:
     if isinstance(value, str):
         return SourceRow(name, value)
     if not isinstance(value, Mapping):
         return None
-    caption, tags = value.get("caption"), value.get("tags")
-    if isinstance(tags, list):
-        tags = ", ".join(str(tag) for tag in tags)
-    parts = [part for part in (caption, tags) if part]
-    if not all(isinstance(part, str) for part in parts):
-        return None
-    text = ", ".join(parts) if parts else value.get("text", value.get("prompt"))
-    own = {"file_name": name, "text": text, "weight": value.get("weight")}
-    return row_of({**{key: value.get(key) for key in controls}, **own}, controls)
+    row = row_of({**value, "file_name": name}, columns)
+    caption, tags = value.get("caption"), _joined("tags", value.get("tags"))
+    if row is None or columns.caption is not None or not (isinstance(caption, str) and isinstance(tags, str)):
+        return row
+    return replace(row, text=", ".join(part for part in (caption, tags) if part))
 
 
-def read_csv(path: Path, controls: Sequence[str] = ()) -> Table:
+def read_csv(path: Path, columns: TableColumns) -> Table:
     """Columns by their names in the first line; commas, semicolons or tabs, whichever that line has most of."""
     text = read_text(path, MOST_TABLE_BYTES)
     first = text.split("\n", 1)[0]
@@ -136,7 +201,7 @@ def read_csv(path: Path, controls: Sequence[str] = ()) -> Table:
     try:
         if not set(NAME_COLUMNS) & set(reader.fieldnames or ()):
             raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
-        return _table((_numbers(row) for row in reader), controls)
+        return _table(enumerate(map(_numbers, reader), start=1), columns, reader.fieldnames or ())
     except csv.Error as error:
         raise TextError(f"is not CSV ({error})") from error
 
@@ -150,17 +215,18 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def read_parquet(path: Path, controls: Sequence[str] = ()) -> Table:
+def read_parquet(path: Path, columns: TableColumns) -> Table:
     """The columns that are wanted, of all rows."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as file:
-            columns = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type), controls)]
-            if not set(columns) & set(NAME_COLUMNS):
-                raise TextError(f"has no column file_name (its columns: {', '.join(file.schema_arrow.names)[:80]})")
-            return _table(rows_of_parquet(file, columns), controls)
+            names = file.schema_arrow.names
+            wanted = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type), columns)]
+            if not set(wanted) & set(NAME_COLUMNS):
+                raise TextError(f"has no column file_name (its columns: {', '.join(names)[:80]})")
+            return _table(enumerate(rows_of_parquet(file, wanted), start=1), columns, names)
     except (OSError, ValueError, ArrowException) as error:
         raise TextError(f"is not Parquet that can be read ({str(error).split(chr(10))[0]})") from error
 
@@ -185,29 +251,26 @@ def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str,
         yield from batch.to_pylist()
 
 
-def _is_wanted(name: str, kind: str, controls: Sequence[str]) -> bool:
+def _is_wanted(name: str, kind: str, columns: TableColumns) -> bool:
     """Whether a Parquet column is one of ours; embedded images are read elsewhere."""
     return name == "weight" or (
-        name in (*NAME_COLUMNS, *TEXT_COLUMNS, *controls) and "string" in kind and "struct" not in kind
+        name in (*NAME_COLUMNS, *columns.captions, *columns.controls) and "string" in kind and "struct" not in kind
     )
 
 
-def read_lines(path: Path, controls: Sequence[str] = ()) -> Table:
-    """One image a line: its name, a tab or `|`, its caption. There are no columns of control images."""
-    del controls
-    rows, bad, total = [], [], 0
-    for total, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        name, separator, text = line.partition("\t") if "\t" in line else line.partition("|")
-        if separator and name.strip():
-            rows.append(SourceRow(name.strip(), text.strip()))
-        else:
-            bad.append(total)
-    return Table(tuple(rows), tuple(bad), total)
+def read_lines(path: Path, columns: TableColumns) -> Table:
+    """One image a line: its name, a tab or `|`, its caption. There are no columns."""
+    return _table(_pairs(path), columns)
 
 
-READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
+def _pairs(path: Path) -> Iterator[tuple[int, SourceRow | None]]:
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            name, separator, text = line.partition("\t") if "\t" in line else line.partition("|")
+            yield number, SourceRow(name.strip(), text.strip()) if separator and name.strip() else None
+
+
+READERS: dict[str, Callable[[Path, TableColumns], Table]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lora_trainer.data.sources.beside import caption_beside
+from lora_trainer.data.sources.beside import NOTHING, TextFiles, read_beside, reader_of, texts_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.metadata import controls_in, table_or_finding
+from lora_trainer.data.sources.listing import names_in
+from lora_trainer.data.sources.metadata import FilesBelow, controls_in, table_or_finding
 
 SHARES = ("//", "\\\\", "\\/", "/\\")  # of other machines: on Windows, opening one sends them the user's identity
 
 
 def read_table_source(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """Its rows in order. A row without a caption may have one beside its image."""
-    table = table_or_finding(path, reading, request.section.control_columns)
+    table = table_or_finding(path, reading, request.columns)
     if table is None:
         reading.problem(f"{path} cannot be read as a table of images.", "Columns: file_name and text, as UTF-8.")
         return []
-    names: dict[str, frozenset[str]] = {}
+    files, texts = FilesBelow(path.parent), dict[Path, TextFiles]()
     found, elsewhere = [], []
     outside, impossible = 0, []
     for row in table.rows:
@@ -28,23 +29,25 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
         if unnamed := [name for name in (row.name, *row.controls) if not _possible(name)]:
             impossible.append(unnamed[0])
             continue
-        image = Path(os.path.normpath(os.path.join(path.parent, row.name.replace("\\", "/"))))
-        controls = controls_in(path.parent, row.controls)
+        image = files.find(path.parent, row.name)
+        controls = controls_in(path.parent, row.controls, files)
         outside += not image.is_relative_to(path.parent)
-        folder = str(image.parent)
-        if folder not in names:
-            names[folder] = _names_of(folder)
-        caption, instead = row.text, ""
-        if caption is None:
-            caption, instead = caption_beside(image, names[folder], request, reading)
+        beside = NOTHING
+        if row.text is None:
+            folder = image.parent
+            if folder not in texts:
+                texts[folder] = texts_beside(names_in(folder), request)
+            beside = read_beside(image, texts[folder].of.get(image.name, ()), reader_of(folder), request, reading)
         found.append(
             FoundImage(
                 image,
-                caption,
+                beside.caption if row.text is None else row.text,
                 request.repeats(),
-                row.weight,
-                instead=instead,
+                beside.weight if row.weight is None else row.weight,
+                instead=beside.instead,
+                hint=beside.hint,
                 controls=controls,
+                caption_file=beside.file,
             )
         )
     if elsewhere:
@@ -65,10 +68,3 @@ def _possible(name: str) -> bool:
         return b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:  # half of a surrogate pair, from JSON
         return False
-
-
-def _names_of(folder: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(folder))
-    except OSError:
-        return frozenset()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import tarfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from lora_trainer.core.bounded import TextError, decode
+from lora_trainer.core.bounded import TextError
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Span
-from lora_trainer.data.sources.beside import CAPTION_ENDINGS, caption_endings
-from lora_trainer.data.sources.folder import is_image
+from lora_trainer.data.sources.beside import TextFile, TextFiles, read_beside, sort_texts
+from lora_trainer.data.sources.folder import count_unread
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.rows import text_of
+from lora_trainer.data.sources.names import NamedImages, is_image
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -26,11 +25,12 @@ MOST_HEADER_BYTES = 1 << 24
 
 
 @dataclass
-class _Group:
-    """The members whose names differ in their ending only."""
+class _Key:
+    """The images of one WebDataset key, of which the first is used. `shared` is the shorter key whose texts are theirs where
+    they have none of their own: that in front of the first dot."""
 
     images: list[tuple[str, Span]] = field(default_factory=list)
-    texts: dict[str, Span] = field(default_factory=dict)  # by ending
+    shared: str = ""
 
 
 def read_tar(path: Path, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
@@ -102,16 +102,30 @@ def images_of(
         reading.find("damaged_tar", "warning", message, "Make or download it again.", path)
     if listing.links:
         reading.note(f"{path}: {listing.links} links and other members that are no plain files are skipped.")
-    groups: dict[str, _Group] = {}
-    for name, span in listing.members:
-        _sort_in(groups, name, span)
-    mains = {stem: _key_of(stem, groups) for stem, group in groups.items() if group.images}
-    others = [stem for stem, key in mains.items() if key is None]
+    spans = dict(listing.members)  # of several of one name the last: it was added over the others
+    keys = _keys_of(spans)
+    texts = _texts_of(spans, keys, request)
+    main: list[str] = []
+    others: list[str] = []
+    for stem, key in keys.items():
+        # `1.mask.png` beside `1.jpg` is a second image of its key, unless it has a text of its own.
+        is_other = key.shared in keys and stem not in texts.of
+        (others if is_other else main).append(stem)
     if others:
-        first = groups[others[0]].images[0][0]
+        first = keys[others[0]].images[0][0]
         reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
+    for name in texts.orphans:
+        message = "is a caption without an image."
+        reading.find("orphan_caption", "note", message, "Add the image or remove it.", path / name)
+    count_unread(path, texts.unread, reading)
+
+    def read_text(name: str) -> bytes:
+        if spans[name].size > MOST_CAPTION_BYTES:
+            raise TextError(f"is larger than {MOST_CAPTION_BYTES >> 20} MiB")
+        return read(spans[name])
+
     return [
-        _found_of(path, groups[stem], key, read, request, reading) for stem, key in mains.items() if key is not None
+        _found_of(path, keys[stem], _files_of(stem, keys[stem], texts), read_text, request, reading) for stem in main
     ]
 
 
@@ -160,79 +174,53 @@ class _Members:
             self.reason = str(error) or "unexpected end"
 
 
-def _sort_in(groups: dict[str, _Group], name: str, span: Span) -> None:
-    stem, ending = posixpath.splitext(name)
-    group = groups.setdefault(stem, _Group())
-    if is_image(name):
-        group.images.append((name, span))
-    elif ending:
-        group.texts.setdefault(ending.lower(), span)
+def _keys_of(spans: Mapping[str, Span]) -> dict[str, _Key]:
+    """The images of a tar by their names without endings."""
+    keys: dict[str, _Key] = {}
+    for name, span in spans.items():
+        if is_image(name):
+            keys.setdefault(posixpath.splitext(name)[0], _Key()).images.append((name, span))
+    for stem, key in keys.items():
+        folder, last = posixpath.split(stem)
+        first = posixpath.join(folder, last.partition(".")[0])
+        key.shared = first if first != stem else ""
+    return keys
 
 
-def _key_of(stem: str, groups: dict[str, _Group]) -> _Group | None:
-    """The group of an image's key, which in WebDataset ends at the first dot; None for a second image of a key,
-    as `1.mask.png` beside `1.jpg` is unless it has a text of its own."""
-    folder, last = posixpath.split(stem)
-    key = groups.get(posixpath.join(folder, last.partition(".")[0]), groups[stem])
-    return None if key is not groups[stem] and key.images and not groups[stem].texts else key
+def _texts_of(spans: Mapping[str, Span], keys: Mapping[str, _Key], request: SourceRequest) -> TextFiles:
+    """The texts of each key, those of shared keys too."""
+    names = NamedImages[str]()
+    for stem, key in keys.items():
+        names.add(stem, stem)
+        for name, _ in key.images:
+            names.add(name, stem)
+    for shared in {key.shared for key in keys.values()} - {"", *keys}:
+        names.add(shared, shared)
+    return sort_texts(spans, names, request)
+
+
+def _files_of(stem: str, key: _Key, texts: TextFiles) -> list[TextFile]:
+    """The texts of a key, and those of the shared key where it has none of its own."""
+    files = [*texts.of.get(stem, ())]
+    kinds = {each.is_caption for each in files}
+    return files + [each for each in texts.of.get(key.shared, ()) if each.is_caption not in kinds]
 
 
 def _found_of(
     path: Path,
-    group: _Group,
-    key: _Group,
-    read: Callable[[Span], bytes],
+    key: _Key,
+    files: Sequence[TextFile],
+    read: Callable[[str], bytes],
     request: SourceRequest,
     reading: SourceReading,
 ) -> FoundImage:
-    """The sample of a group, with the texts of its key where it has none of its own."""
-    name, span = group.images[0]
+    """The sample of a key, of which `files` are the texts."""
+    name, span = key.images[0]
     image = path / name
-    if len(group.images) > 1:
-        message = f"shares its key with {len(group.images) - 1} more images of {path.name}; only it is used."
+    if len(key.images) > 1:
+        message = f"shares its key with {len(key.images) - 1} more images of {path.name}; only it is used."
         reading.find("two_images", "warning", message, "Give each image a key of its own.", image)
-    texts = key.texts | group.texts
-    caption, instead = _text_beside(image, texts, read, request, reading)
-    weight: object = None
-    if ".json" in texts:
-        described = _described(image, texts[".json"], read, reading)
-        text, weight = text_of(described), described.get("weight")
-        if caption is None and isinstance(text, str):
-            caption = text
-    return FoundImage(image, caption, request.repeats(), weight, span, instead=instead)
-
-
-def _text_beside(
-    image: Path, texts: dict[str, Span], read: Callable[[Span], bytes], request: SourceRequest, reading: SourceReading
-) -> tuple[str | None, str]:
-    """(caption, what was found instead)."""
-    ending = next((ending for ending in caption_endings(request) if ending in texts), None)
-    if ending is None:
-        other = next((ending for ending in CAPTION_ENDINGS if ending in texts), "")
-        return None, f"{image.stem}{other}" if other else ""
-    try:
-        return decode(_read(read, texts[ending])), ""
-    except TextError as error:
-        message = f"has a caption that {error} ({image.stem}{ending})."
-        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
-        reading.reported.add(image)
-        return None, ""
-
-
-def _described(image: Path, span: Span, read: Callable[[Span], bytes], reading: SourceReading) -> dict[str, Any]:
-    """The JSON beside an image; a finding and nothing when it is none."""
-    try:
-        value = json.loads(_read(read, span))
-    except (TextError, ValueError, RecursionError):
-        value = None
-    if isinstance(value, dict):
-        return value
-    message = f"has a {image.stem}.json that is no JSON object of at most {MOST_CAPTION_BYTES >> 20} MiB."
-    reading.find("bad_metadata", "error", message, "Fix or remove it.", image)
-    return {}
-
-
-def _read(read: Callable[[Span], bytes], span: Span) -> bytes:
-    if span.size > MOST_CAPTION_BYTES:
-        raise TextError(f"is larger than {MOST_CAPTION_BYTES >> 20} MiB")
-    return read(span)
+    beside = read_beside(image, files, read, request, reading)
+    return FoundImage(
+        image, beside.caption, request.repeats(), beside.weight, span, instead=beside.instead, hint=beside.hint
+    )

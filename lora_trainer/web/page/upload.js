@@ -10,7 +10,11 @@ const AT_ONCE = 3;
 const MOST_FILES = 20_000;
 const MOST_BYTES = 64 * 1024 * 1024;
 const MOST_SHOWN = 200;
-const IMAGES = [".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"];
+// What the server reads, so that nothing else is sent to be refused; a test compares the two lists.
+const IMAGES = [
+  ...[".png", ".apng", ".jpg", ".jpeg", ".jfif", ".jpe", ".pjpeg", ".pjp", ".mpo", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"],
+  ...[".ppm", ".pgm", ".pbm", ".pnm"],
+];
 const TAKEN = [...IMAGES, ".txt", ".caption", ".zip"];
 const endingOf = (name) => /\.[^.]*$/.exec(name)?.[0].toLowerCase() ?? "";
 const isHidden = (name) => name.startsWith(".") || ["__MACOSX", "Thumbs.db", "desktop.ini"].includes(name);
@@ -71,7 +75,7 @@ async function send(file) {
   Object.assign(file, { sent: 0, problems: [] });
   if (endingOf(file.name) === ".zip") {
     const { membersOf } = await import("./unzip.js");
-    const members = (await membersOf(await file.open())).filter(({ name }) => !name.split("/").some(isHidden) && TAKEN.includes(endingOf(name)));
+    const members = (await membersOf(await file.open())).filter(({ name }) => !name.split("/").some(isHidden));
     if (file.state !== "sending") return; // cancelled
     file.state = "done";
     file.note = `${whole(members.length)} files in it`;
@@ -157,7 +161,7 @@ async function walk(folder, path, found) {
     for (const entry of entries.filter((each) => !isHidden(each.name))) {
       if (found.length > MOST_FILES) return;
       if (entry.isDirectory) await walk(entry, `${path}/${entry.name}`, found);
-      else if (TAKEN.includes(endingOf(entry.name))) found.push(asFound(await new Promise((resolve, reject) => entry.file(resolve, reject)), `${path}/${entry.name}`));
+      else found.push(asFound(await new Promise((resolve, reject) => entry.file(resolve, reject)), `${path}/${entry.name}`));
     }
   }
 }
