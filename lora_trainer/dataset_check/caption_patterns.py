@@ -12,7 +12,7 @@ from lora_trainer.core.findings import Severity
 MOST_LETTERS = 4000  # of a caption that are compared with the patterns
 FEWEST_REPEATS = 3  # of a sentence, or of a group of words
 FEWEST_WORD_REPEATS = 6  # of one word: "ha ha ha" and "very, very" are language
-SHORTEST_SENTENCE, SHORTEST_CHINESE = 10, 4  # letters
+SHORTEST_PART = 8  # letters of a part that is repeated; a whole sentence has twice as many
 FEWEST_CUT_WORDS = 8  # shorter captions are titles, which may end with any word
 DESCRIBE = "Write what the image shows."
 KEEP_DESCRIPTION = "Keep the description alone."
@@ -48,9 +48,11 @@ def _any_of(*tests: Callable[[str], object]) -> Callable[[str], object]:
     return lambda caption: any(test(caption) for test in tests)
 
 
+NOTHING = r"[#\[<({]*(none|null|nil|nan|n/?a|undefined|untitled|todo|to-?do|t\.?b\.?d|fixme|placeholder)[\]>)}.:!?]*"
 PLACEHOLDER = _any_of(
     _whole(
-        r"[\[<({]*(none|null|nil|nan|n/?a|undefined|untitled|todo|to-?do|tbd|fixme|placeholder)[\]>)}.:!?]*",
+        rf"{NOTHING}([,;. ]+{NOTHING})*",
+        r"test( caption| image| \d+)?",
         r"[\[<({]*(no|missing|empty|your|insert|enter|add|write)( an?| your| the)? (caption|description|prompt)"
         r"( here| available| provided| found| yet)?[\]>)}.:!?]*",
         r"[\[<({]*(caption|description|prompt)( goes)?( here| missing| to follow)?[\]>)}.:!?]*",
@@ -58,7 +60,7 @@ PLACEHOLDER = _any_of(
     re.compile(r"(TODO|FIXME|TBD)\b\W").match,  # "todo" begins Spanish sentences
     _begins(r"lorem ipsum( dolor\b|$)"),
 )
-IMAGE_ENDING = r"\.(png|jpe?g|jfif|webp|gif|bmp|tiff?|hei[cf]|avif|jxl|psd)"
+IMAGE_ENDING = r"\.(png|jpe?g|jfif|webp|gif|bmp|tiff?|hei[cf]|avif|jxl|psd|txt|caption)"
 FILE_NAME = _whole(
     rf"(\S+ ){{0,2}}\S*\w{IMAGE_ENDING}",
     # Cameras and phones, and the words that programs put before a number.
@@ -67,7 +69,12 @@ FILE_NAME = _whole(
     r"(image|photo|picture|pic|frame|screenshot|screen shot|untitled|comfyui|capture|render|output|tmp|temp|file)"
     r"[-_ ]*[(#]?(?!(19|20)\d\d$)\d+[-_)]*",
     r"(screenshot|screen shot|whatsapp image|photo|img|pxl|signal)[-_ ]\d{4}-?\d\d-?\d\d\b[-_ .:\w]*",
+    r"(unnamed|download|untitled( design| project| document)?)([-_ ]*\(?\d+\)?)?|fullsizerender",
+    r"(pexels|shutterstock|istock(photo)?|adobestock|gettyimages|depositphotos|unsplash|pixabay|freepik|tumblr)[-_]\S*\d\S*",
+    r"dall[-·. ]?e[-_ ]\d{4}-\d\d-\d\d.*",
     r"p\d{7}",
+    r"(19|20)\d\d[-_.]\d\d[-_.]\d\d",
+    r"0\d{3,}",
     r"(19|20)\d{6}[-_ ]\d{4,}.*",
     r"(19|20)\d\d-\d\d-\d\d[-_ T]\d\d[.:h-]\d\d.*",
     r"\d{4,6}-\d{7,10}(-.*)?",  # number and seed of A1111
@@ -76,15 +83,17 @@ FILE_NAME = _whole(
     r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     r"([a-z]:\\|/|\./|~/)\S*\w\w[\\/]\S*\w\w",
 )
-URL = _any_of(_whole(r"(https?://|www\.)\S+", r"\S+: https?://\S+"), _anywhere(r"(?<![\"'“‘«„(])https?://\S"))
+URL = _any_of(_whole(r"(https?://|ftp://|www\.)\S+"), _anywhere(r"(?<![\"'“‘«„(])https?://\S"))
 CANNOT = r"(can(no|['’])?t|cannot|could ?n[o'’]t|am unable|['’]m unable|am not able|['’]m not able|won['’]t be able|will not)"
 HELP = r"(help|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|see\b|view|process|access|engage|discuss|continue|do that|answer)"
 REFUSAL = _any_of(
     _begins(
         rf"\W*(i['’]?m|i am)( really| very| so)? (sorry|afraid)\b.{{0,40}}?({CANNOT}|\bno image\b|\bunable\b|\bdon['’]t\b)",
-        r"\W*(sorry|unfortunately|i apologi[sz]e)\b.{0,40}? i ?(can|could|am|['’]m|was|don['’]t)",
+        r"\W*(sorry|unfortunately|i apologi[sz]e|my apologies)\b.{0,40}? i ?(can|could|am|['’]m|was|don['’]t)",
         rf"\W*i {CANNOT}( to)?( \w+){{0,2}} {HELP}",
         rf"\W*i['’]m (unable|not able) to( \w+){{0,2}} {HELP}",
+        r"\W*i (must|have to|need to)( respectfully| politely)? decline",
+        r"\W*i (don['’]t|do not) (have (the ability|access)|see (an|any|the) image)",
         r"\W*(es )?tut mir leid,? (aber )?ich",
         r"\W*(je suis )?désolée?,? (mais )?je (ne|n['’])",
         r"\W*lo siento,? (pero )?no",
@@ -99,7 +108,7 @@ REFUSAL = _any_of(
         r"\W*(извините|к сожалению),? (но )?я не",
     ),
     _anywhere(
-        r"\bas an ai\b( (language|vision) model| assistant|,)",
+        r"\bas an? (ai\b( (language|vision) model| assistant|,)|(large )?language model)",
         r"\bi (can(no|['’])t|cannot) (assist|help) with (that|this)",
         r"\bno image (was|has been|is) (provided|attached|uploaded|included)",
         r"\bplease (provide|upload|share) (an|the|your) image\b",
@@ -111,7 +120,8 @@ CHAT = _any_of(
         r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here|i['’]|i |let)",
         rf"\W*here(['’]s| is| are|['’]re)\b.{{0,60}}?\b{NOUN}\b.{{0,60}}?[:.]",
         rf"\W*(this is|below is|following is|the following is) .{{0,30}}?\b{NOUN} (of|for) the\b",
-        r"[*#_ ]*(image )?(caption|description|answer|assistant|response|output|beschreibung|bildunterschrift|légende)\W{0,3}:",
+        r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|picture)\b.{0,20}:",
+        r"[*#_ ]*(image )?(caption|description|prompt|question|answer|assistant|response|output|beschreibung|bildunterschrift|légende)\W{0,3}:",
         r"\W*(voici|aquí (está|tienes)|ecco)\b.{0,30}?\b(description|légende|descripción|didascalia|descrizione)\b",
         r"\W*(hier ist|gerne[,!] hier)\b.{0,30}?\b(beschreibung|bildunterschrift)\b",
         r"\W*(好的[，,！]|以下是|这是).{0,20}(描述|说明|标签)[：:]",
@@ -154,7 +164,7 @@ MARKUP = _any_of(
 )
 ESCAPED = re.compile(r"\\\([^()\\]{1,200}\\\)|\\\[[^][\\]{1,200}\\\]")
 WEIGHTED = re.compile(r"\([^()]{1,200}:[0-2]\.\d{1,2}\)")
-SENTENCES = re.compile(r"[.!?;,:|\n。！？；，、]+")
+SENTENCES, PARTS = re.compile(r"[.!?](?:\s+|$)|[。！？]"), re.compile(r"[.!?;,:|。！？；，、]+")
 LOOPING = re.compile(
     rf"\b(\w+(?: \w+){{1,9}})(?:[ ,.]+\1\b){{{FEWEST_REPEATS - 1},}}|\b(\w+)(?:[ ,.]+\2\b){{{FEWEST_WORD_REPEATS - 1},}}",
     re.IGNORECASE,
@@ -164,26 +174,29 @@ UNFINISHED = re.compile(
     r"\b(?:a|the|and|or|its|their|whose|your|my|our|into|onto|than|while|because|und|oder|der|einem|eines|vom|zum|zur|"
     r"le|les|une|des|aux|et|unos|unas|del|gli|nel|nella|della|dei)$"
 )
+# After whole sentences these too: a title or a single phrase may end with them.
+MORE_SENTENCES = re.compile(r"\w{2}[.!?] +[A-Z]")
+UNFINISHED_LATER = re.compile(r"\b(?:an|of|with|has|have|wearing|holding|featuring)$")
 NAMED_LETTER = re.compile(
     r"\b(?:letter|type|vitamin|grade|plan|note|group|class|size|hepatitis|and|or) a$", re.IGNORECASE
 )
 
 
 def _repeats(caption: str) -> bool:
-    """One sentence three times, or a group of words three times without anything between them."""
-    sentences = (" ".join(each.split()).casefold() for each in SENTENCES.split(caption))
-    counts = Counter(filter(_is_sentence, sentences))
-    if max(counts.values(), default=0) >= FEWEST_REPEATS:
-        return True
+    """A whole sentence twice, a part of one three times, or a group of words three times on end."""
+    for marks, shortest, fewest in ((SENTENCES, 2 * SHORTEST_PART, 2), (PARTS, SHORTEST_PART, FEWEST_REPEATS)):
+        parts = Counter(" ".join(each.split()).casefold() for each in marks.split(caption))
+        if any(times >= fewest and _has_length(part, shortest) for part, times in parts.items()):
+            return True
     words = Counter(caption.casefold().replace(",", " ").replace(".", " ").split())
     return max(words.values(), default=0) >= FEWEST_REPEATS and LOOPING.search(caption) is not None
 
 
-def _is_sentence(text: str) -> bool:
-    """Whether a part of a caption is more than a tag or a word. Chinese and Japanese have no spaces."""
+def _has_length(text: str, shortest: int) -> bool:
+    """Whether a part of a caption is more than a tag or a word. Chinese and Japanese have no spaces and fewer letters."""
     if text[:1] >= "\u2e80":
-        return len(text) >= SHORTEST_CHINESE
-    return " " in text and len(text) >= SHORTEST_SENTENCE
+        return 2 * len(text) >= shortest
+    return " " in text and len(text) >= shortest
 
 
 def _is_cut_off(caption: str) -> bool:
@@ -191,15 +204,17 @@ def _is_cut_off(caption: str) -> bool:
     words = caption.split()
     if len(words) < FEWEST_CUT_WORDS or caption.count(",") * 3 > len(words):
         return False
+    if MORE_SENTENCES.search(caption) and UNFINISHED_LATER.search(caption):
+        return True
     return UNFINISHED.search(caption) is not None and NAMED_LETTER.search(caption) is None
 
 
 # The first that finds something is reported; the ways in which a caption is none at all come first.
 LEFT_BEHIND = (
     CaptionPattern("placeholder_caption", "warning", "that was never written", DESCRIBE, PLACEHOLDER),
-    CaptionPattern("file_name_caption", "warning", "that is the name of a file", DESCRIBE, FILE_NAME),
     CaptionPattern("refusal_caption", "warning", "in which a model refuses to describe it", DESCRIBE, REFUSAL),
     CaptionPattern("url_caption", "warning", "with an address on the web", DESCRIBE, URL),
+    CaptionPattern("file_name_caption", "warning", "that is the name of a file", DESCRIBE, FILE_NAME),
     CaptionPattern(
         "parameters_caption", "warning", "with parameters of a generated image", "Keep the prompt alone.", PARAMETERS
     ),

@@ -23,8 +23,6 @@ SHARES = {
     "url_caption": 0.25,
     "parameters_caption": 0.25,
     "markup_caption": 0.25,
-    "chat_caption": 0.3,
-    "looping_caption": 0.3,
     "escaped_brackets": 1.25,  # the words are all there
     "literal_weights": 1.25,
     "random_caption": 0.25,

@@ -16,11 +16,13 @@ ORDINARY = (Path(__file__).parent / "ordinary_captions.txt").read_text("utf-8").
 REAL = Path("/work/shared/real")  # freely licensed images of the developers, where they are there
 LEFT = {
     "placeholder_caption": [
+        "nan, nan", "#N/A", "test caption", "(none)",
         "None", "null", "NaN", "nan.", "N/A", "n/a", "TODO", "todo", "TODO: describe", "FIXME", "TBD", "undefined",
         "Untitled", "[caption]", "<caption here>", "Enter a caption here", "your caption here", "No caption available.",
         "no description", "Lorem ipsum dolor sit amet, consectetur adipiscing elit.",
     ],
     "file_name_caption": [
+        "Untitled design (3)", "download (3)", "pexels-photo-123456", "shutterstock_123456789", "00001", "2023-01-01", "cat.txt", "IMG-20230101-WA0001", "DALL·E 2023-01-01 10.00.00 - a cat", "FullSizeRender",
         "IMG_1234", "img 1234", "DSC0001.jpg", "_DSC0042", "DSCF1234", "IMG_20230704_123456", "PXL_20230101_123456789",
         "20230704_123456", "2023-07-04 12.34.56", "P1010023", "GOPR0123", "image (12)", "photo_3", "frame_000123",
         "my holiday photo.jpeg", "cat.png", "1girl_final.webp", "Screenshot 2024-01-01 at 10.00.00",
@@ -29,6 +31,7 @@ LEFT = {
         "/home/me/data/train/0001", "./data/train/0001",
     ],
     "refusal_caption": [
+        "My apologies, but I cannot describe this.", "I must decline.", "I don't have the ability to view images.", "As a large language model, I can't see.",
         "I'm sorry, but I can't help with that.", "I’m sorry, but I can’t describe this image.",
         "I am sorry, I cannot assist with identifying people.", "Sorry, I can't help with that request.",
         "I can't identify the person in this image.", "I cannot provide a description of this image.",
@@ -39,6 +42,7 @@ LEFT = {
         "抱歉，我无法描述这张图片。", "很抱歉，我不能识别图中的人物。", "申し訳ありませんが、お手伝いできません。",
     ],
     "url_caption": [
+        "https://i.imgur.com/abc.jpg", "ftp://example.com/cat.png",
         "https://example.com/cats/1", "www.example.com", "http://example.com", "source: https://example.com/1",
         "a cat on a mat https://example.com/cat",
     ],
@@ -54,6 +58,7 @@ LEFT = {
         "<DETAILED_CAPTION>a cat", "a cat on a mat</s>", "a cat [SEP]", "a cat <image>",
     ],
     "chat_caption": [
+        "The caption for the image is: a cat", "Prompt: a cat", "Question: what is it? Answer: a cat",
         "Here is a caption for the image: a cat on a mat. Let me know if you need more.",
         "Here's a detailed description of the image: a cat.", "Sure! Here is the caption you asked for. A cat.",
         "Certainly! Here's a description.", "Caption: a cat on a mat", "**Description:** a cat on a mat",
@@ -63,11 +68,13 @@ LEFT = {
         "以下是这张图片的描述：一只猫",
     ],
     "looping_caption": [
+        "A cat is sitting on a mat. A cat is sitting on a mat.",
         "a cat on a mat. a cat on a mat. a cat on a mat.", "A cat sits. A dog lies down. A dog lies down. A dog lies down.",
         "a man with a hat, a man with a hat, a man with a hat", "the image of the image of the image of the image of the",
         "red red red red red red red red", "一只红色的猫。一只红色的猫。一只红色的猫。",
     ],
     "cut_off_caption": [
+        "A woman with long hair smiles. She is wearing a red dress and has", "The sky is blue. A child is looking at the sea with",
         "The image shows a woman in a red coat standing next to a", "A photo of a dog running on the beach with its",
         "In the background there are two trees, a house and", "Das Bild zeigt eine Frau mit einem Hut und",
     ],
