@@ -20,9 +20,7 @@ MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 # Alphabets, their punctuation and symbols, and kana.
-ALPHABETIC = re.compile(
-    "[\0-\u1fff\u2000-\u2008\u200b\u200c\u200e-\u2027\u2030-\u205e\u20a0-\u20bf\u2100-\u27ff\u3000-\u30ff]"
-)
+ALPHABETIC = re.compile("[\0-\u1fff\u200b\u200c\u200e-\u2027\u2030-\u205e\u20a0-\u20bf\u2100-\u27ff\u3000-\u30ff]")
 NO_TEXT = frozenset({"Cc", "Cn", "Co"})  # control codes, characters that do not exist, and private ones
 
 
@@ -76,7 +74,11 @@ def _unmarked_utf16(data: bytes) -> str | None:
     """
     if b"\0" not in data or len(data) % 2:
         return None
-    is_utf8 = _is_utf8(data)
+    try:
+        data.decode("utf-8")
+        is_utf8 = True
+    except UnicodeDecodeError:
+        is_utf8 = False
     if is_utf8 and b"\0" not in data.rstrip(b"\0"):
         return None
     shares: dict[str, float] = {}
@@ -90,14 +92,6 @@ def _unmarked_utf16(data: bytes) -> str | None:
     best = max(shares, key=shares.__getitem__, default=None)
     least = 1.0 if is_utf8 else 0.0
     return best if best is not None and shares[best] >= least else None
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def read_text(path: str | Path, most: int) -> str:

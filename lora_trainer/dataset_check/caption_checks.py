@@ -24,6 +24,8 @@ CAPTION_CODES = frozenset(
     }
 )  # fmt: skip
 NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
+# Windows-1252, and Latin-1 for the five bytes that it leaves out.
+OLD_BYTES = {bytes([byte]).decode("cp1252", "ignore") or chr(byte): byte for byte in range(256)}
 OLD_CONTROLS = re.compile("[\x80-\x9f]")
 FEWEST_CAPTIONS = 5  # fewer show no habit
 OFTEN = 0.5  # share of the captions
@@ -72,7 +74,9 @@ def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
             new = f", {places} of them learned" if places else ""
             message = f"has a caption of about {tokens} tokens{new}; the model reads {context.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
-    found += [_finding(pattern, sample) for pattern in _patterns(sample, context)]
+    for pattern in _patterns(sample, context):
+        message = f"has a caption {pattern.message} ({_cut(sample.caption)})."
+        found.append(Finding(pattern.code, pattern.severity, message, pattern.fix, path=sample.path))
     fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
     if any(each.code in CODES for each in found):
         pass  # not also that its letters are no words
@@ -102,11 +106,6 @@ def _patterns(sample: Sample, context: CheckContext) -> list[CaptionPattern]:
     weighting = sample.source < len(context.rules) and rules_of(sample, context.rules).prompt_weighting
     literal = [] if weighting else [each for each in WITHOUT_WEIGHTING if each.finds(sample.caption)]
     return literal if found is None else [found, *literal]
-
-
-def _finding(pattern: CaptionPattern, sample: Sample) -> Finding:
-    message = f"has a caption {pattern.message} ({_cut(sample.caption)})."
-    return Finding(pattern.code, pattern.severity, message, pattern.fix, path=sample.path)
 
 
 def _without_learned_tokens(text: str, context: CheckContext) -> tuple[int, str]:
@@ -202,18 +201,10 @@ def fix_garbled(caption: str) -> str:
 
 def _fix_garbled_word(word: str) -> str:
     try:
-        right = b"".join(map(_old_byte, word)).decode("utf-8")
-    except UnicodeError:
+        right = bytes(OLD_BYTES[letter] for letter in word).decode("utf-8")
+    except (KeyError, UnicodeError):
         return word
     return right if len(right) < len(word) else word
-
-
-def _old_byte(letter: str) -> bytes:
-    """A letter's byte in Windows-1252, which leaves some out, or else in Latin-1. Raises UnicodeError."""
-    try:
-        return letter.encode("cp1252")
-    except UnicodeError:
-        return letter.encode("latin-1")
 
 
 def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:

@@ -13,6 +13,7 @@ MOST_LETTERS = 4000  # of a caption that are compared with the patterns
 FEWEST_REPEATS = 3  # of a sentence, or of a group of words
 FEWEST_WORD_REPEATS = 6  # of one word: "ha ha ha" and "very, very" are language
 SHORTEST_PART = 8  # letters of a part that is repeated; a whole sentence has twice as many
+FIRST_CHINESE = "\u2e80"  # from here on Chinese, Japanese and Korean
 FEWEST_CUT_WORDS = 8  # shorter captions are titles, which may end with any word
 DESCRIBE = "Write what the image shows."
 KEEP_DESCRIPTION = "Keep the description alone."
@@ -66,7 +67,7 @@ FILE_NAME = _whole(
     # Cameras and phones, and the words that programs put before a number.
     r"(img|_?dsc|dsc[nf]|pxl|mvimg|fb_img)[-_ ]?\d{3,}[-_ \d()]*",
     r"(gopr|dji|sam|cimg|pict|vid|wp|scan|received|snapchat)[-_]?\d{3,}[-_\d()]*",
-    r"(image|photo|picture|pic|frame|screenshot|screen shot|untitled|comfyui|capture|render|output|tmp|temp|file)"
+    r"(image|photo|pic(ture)?|frame|screenshot|screen shot|untitled|comfyui|capture|render|output|tmp|temp|file)"
     r"[-_ ]*[(#]?(?!(19|20)\d\d$)\d+[-_)]*",
     r"(screenshot|screen shot|whatsapp image|photo|img|pxl|signal)[-_ ]\d{4}-?\d\d-?\d\d\b[-_ .:\w]*",
     r"(unnamed|download|untitled( design| project| document)?)([-_ ]*\(?\d+\)?)?|fullsizerender",
@@ -120,7 +121,7 @@ CHAT = _any_of(
         r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here|i['’]|i |let)",
         rf"\W*here(['’]s| is| are|['’]re)\b.{{0,60}}?\b{NOUN}\b.{{0,60}}?[:.]",
         rf"\W*(this is|below is|following is|the following is) .{{0,30}}?\b{NOUN} (of|for) the\b",
-        r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|picture)\b.{0,20}:",
+        r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|pic(ture)?)\b.{0,20}:",
         r"[*#_ ]*(image )?(caption|description|prompt|question|answer|assistant|response|output|beschreibung|bildunterschrift|légende)\W{0,3}:",
         r"\W*(voici|aquí (está|tienes)|ecco)\b.{0,30}?\b(description|légende|descripción|didascalia|descrizione)\b",
         r"\W*(hier ist|gerne[,!] hier)\b.{0,30}?\b(beschreibung|bildunterschrift)\b",
@@ -186,17 +187,13 @@ def _repeats(caption: str) -> bool:
     """A whole sentence twice, a part of one three times, or a group of words three times on end."""
     for marks, shortest, fewest in ((SENTENCES, 2 * SHORTEST_PART, 2), (PARTS, SHORTEST_PART, FEWEST_REPEATS)):
         parts = Counter(" ".join(each.split()).casefold() for each in marks.split(caption))
-        if any(times >= fewest and _has_length(part, shortest) for part, times in parts.items()):
-            return True
+        for part, times in parts.items():
+            is_chinese = part[:1] >= FIRST_CHINESE  # no spaces, and fewer letters
+            letters = 2 * len(part) if is_chinese else len(part)
+            if times >= fewest and letters >= shortest and (is_chinese or " " in part):
+                return True
     words = Counter(caption.casefold().replace(",", " ").replace(".", " ").split())
     return max(words.values(), default=0) >= FEWEST_REPEATS and LOOPING.search(caption) is not None
-
-
-def _has_length(text: str, shortest: int) -> bool:
-    """Whether a part of a caption is more than a tag or a word. Chinese and Japanese have no spaces and fewer letters."""
-    if text[:1] >= "\u2e80":
-        return 2 * len(text) >= shortest
-    return " " in text and len(text) >= shortest
 
 
 def _is_cut_off(caption: str) -> bool:

@@ -24,7 +24,7 @@ from lora_trainer.importers.imported import import_file
 UNMARKED = ("utf-16-le", "utf-16-be")
 TEXTS = (
     "a red cat", "1girl, solo, café", "a", "ab\r\n", '{"caption": "a cat"}', "a cat 🙂", "красный кот на траве", "γάτα και σκύλος",
-    "ねこ と いぬ", "赤い猫 と 犬", "一只红色的猫, best", "한국어 고양이", "قطة سوداء", "高い山、青い空\n",
+    "ねこ と いぬ", "赤い猫 と 犬", "一只红色的猫, best", "한국어 고양이", "قطة سوداء", "高い山、青い空\n", "中 文",
 )  # fmt: skip
 
 
