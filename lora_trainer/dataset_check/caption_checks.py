@@ -190,7 +190,7 @@ def garbled(caption: str) -> str:
         if (right := _fix_garbled_word(word)) != word:
             return f"{word} for {right}"
         if OLD_CONTROLS.search(word):  # as a quotation mark of Windows-1252 that was read as Latin-1
-            return word
+            return str(word)
     return ""
 
 
