@@ -3,12 +3,15 @@
 import signal
 from collections.abc import Sequence
 
+from lora_trainer.core.terminal import open_missing_streams
+
 
 def entry(arguments: Sequence[str] | None = None) -> int:
     """Run the command of these arguments, by default this process's; its exit code.
 
     No signal does anything later. What the command hid from libraries is found again.
     """
+    open_missing_streams()
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C ends it without a traceback
     from lora_trainer.core.imports import hide, importing, own_process
 

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 import tomli_w
 
 from lora_trainer.config.schema import CaptionsSection, Config, Section, SourceSection
+from lora_trainer.core.bounded import TextError, decode
 from lora_trainer.core.errors import Problem, UsageError
 
 MOST_BYTES = 4_000_000
@@ -25,20 +26,20 @@ EMPTY = "none"
 def read_toml(path: Path, flag: str = "--config") -> dict[str, Any]:
     """A TOML file, named with a flag, as nested dicts.
 
-    Raises UsageError when the file is missing, is not UTF-8 or is malformed (with its line).
+    Raises UsageError when the file is missing, is no text or is malformed (with its line).
     """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(Problem(f"{path} cannot be read: it is not a regular file.", "Name a TOML file."))
         refuse_large(path, found.st_size)
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomllib.loads(decode(path.read_bytes()))
     except FileNotFoundError:
         raise UsageError(Problem(f"{path} does not exist.", f"Check the path given with {flag}.")) from None
     except OSError as error:
         raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Name a TOML file.")) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(Problem(f"{path} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8.")) from None
+    except TextError as error:
+        raise UsageError(Problem(f"{path} {error}.", "Save it as UTF-8.")) from None
     except RecursionError:
         raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of lora-trainer.")) from None
     except tomllib.TOMLDecodeError as error:

@@ -1,4 +1,4 @@
-"""Write to a terminal that may be closed during a run."""
+"""Standard streams: closed ones at the start, and a terminal that may be closed during a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,29 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+
+STREAMS = {"stdin": (0, "r"), "stdout": (1, "w"), "stderr": (2, "w")}
+
+
+def open_missing_streams() -> None:
+    """Open the null device in place of closed standard streams, as services and `pythonw` start without them.
+
+    Call it before anything opens a file: that file would get the number of a closed stream, and what a library or a
+    child process prints would be written into it.
+    """
+    for name, (number, mode) in STREAMS.items():
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            os.set_inheritable(number, True)  # dup2 does not where both are the same
+            if nowhere != number:
+                os.close(nowhere)
+        stream = getattr(sys, name)
+        if stream is None or stream.closed:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until the process ends
 
 
 class _Terminal(io.FileIO):

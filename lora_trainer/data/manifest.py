@@ -30,7 +30,7 @@ from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceReq
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
 from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
-from lora_trainer.data.sources.texts import tidy
+from lora_trainer.data.sources.texts import hidden_characters, tidy
 
 MOST_WEIGHT_SHOWN = 40  # letters
 
@@ -181,6 +181,11 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
     if isinstance(text, tuple):
         text = _chosen(text, request, reading)
     caption = tidy(text or "", keep_lines=request.captions.wildcards)
+    if caption and (hidden := hidden_characters(text or "")):
+        message = f"has characters in its caption that show nothing ({', '.join(hidden[:8])}); they are left out."
+        reading.find(
+            "hidden_characters", "note", message, "Remove them, or save the caption as UTF-8 again.", found.path
+        )
     if caption or found.path in reading.reported:
         return caption
     message, code = (

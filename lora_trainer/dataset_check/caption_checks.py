@@ -13,16 +13,21 @@ from collections.abc import Callable, Sequence
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
 from lora_trainer.data.sample import Sample
+from lora_trainer.dataset_check.caption_patterns import CODES, WITHOUT_WEIGHTING, CaptionPattern, left_behind
 from lora_trainer.dataset_check.context import CheckContext
 from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 
 CAPTION_CODES = frozenset(
     {
         "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-        "shared_caption", "no_caption_column", "bad_metadata", "bad_weight", "absent_image", DOUBTFUL, MIXED_UP, NOT_KNOWN,
+        "shared_caption", "no_caption_column", "hidden_characters", "bad_metadata", "bad_weight", "absent_image",
+        DOUBTFUL, MIXED_UP, NOT_KNOWN,
     }
 )  # fmt: skip
 NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
+# Windows-1252, and Latin-1 for the five bytes that it leaves out.
+OLD_BYTES = {bytes([byte]).decode("cp1252", "ignore") or chr(byte): byte for byte in range(256)}
+OLD_CONTROLS = re.compile("[\x80-\x9f]")
 FEWEST_CAPTIONS = 5  # fewer show no habit
 OFTEN = 0.5  # share of the captions
 SHORT, LONG = 2, 12  # words
@@ -70,8 +75,13 @@ def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
             new = f", {places} of them learned" if places else ""
             message = f"has a caption of about {tokens} tokens{new}; the model reads {context.caption_limit}."
             found.append(Finding("long_caption", "note", message, "Shorten it; what matters first.", path=sample.path))
+    for pattern in _patterns(sample, context):
+        message = f"has a caption {pattern.message} ({_cut(sample.caption)})."
+        found.append(Finding(pattern.code, pattern.severity, message, pattern.fix, path=sample.path))
     fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
-    if is_meaningless(sample, context):
+    if any(each.code in CODES for each in found):
+        pass  # not also that its letters are no words
+    elif is_meaningless(sample, context):
         message = f"has a caption without a word ({_cut(sample.caption)})."
         found.append(Finding("meaningless_caption", "warning", message, fix, path=sample.path))
     elif is_random(sample, context):
@@ -86,6 +96,19 @@ def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
     return found
 
 
+def _patterns(sample: Sample, context: CheckContext) -> list[CaptionPattern]:
+    """What programs left in a caption that was written for its image, beside the words that it is to teach."""
+    if not sample.own_caption:
+        return []
+    text = sample.caption
+    for word in (*_words_to_learn(sample, context), TRIGGER):
+        text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", " ", text, flags=re.IGNORECASE)
+    found = left_behind(text.strip(" ,.;"))
+    weighting = sample.source < len(context.rules) and rules_of(sample, context.rules).prompt_weighting
+    literal = [] if weighting else [each for each in WITHOUT_WEIGHTING if each.finds(sample.caption)]
+    return literal if found is None else [found, *literal]
+
+
 def _without_learned_tokens(text: str, context: CheckContext) -> tuple[int, str]:
     """The number of learned tokens in a text, one for each embedding, and the text without them."""
     found = 0
@@ -96,26 +119,31 @@ def _without_learned_tokens(text: str, context: CheckContext) -> tuple[int, str]
 
 
 def is_meaningless(sample: Sample, context: CheckContext) -> bool:
-    """Whether a caption that was written for its image is only signs, or only keys that lie beside each other.
+    """Whether a caption that was written for its image is only signs or emoji, or only keys that lie beside each other.
 
     A trigger word or a learned token has a meaning, whatever its letters. So have a number and rare words such as `sks`.
     """
     caption = sample.caption
     if not _must_have_words(sample, context):
         return False
+    if not caption.isascii():
+        return not any(map(str.isalnum, caption))
     words = LETTERS.findall(caption.lower())
     return all(map(NOISE.fullmatch, words)) if words else not any(map(str.isdigit, caption))
 
 
 def _must_have_words(sample: Sample, context: CheckContext) -> bool:
-    """Whether a caption was written for its image, in ASCII, and has neither trigger word nor learned token."""
-    if not sample.own_caption or not sample.caption.isascii() or not sample.caption:
+    """Whether a caption was written for its image, and has neither trigger word nor learned token."""
+    if not sample.own_caption or not sample.caption:
         return False
-    known = [
-        *context.learned_tokens,
-        *([rules_of(sample, context.rules).trigger_word] if sample.source < len(context.rules) else []),
-    ]
-    return not any(word and has_trigger(sample.caption, word) for word in (*known, TRIGGER))
+    known = _words_to_learn(sample, context)
+    return not any(has_trigger(sample.caption, word) for word in (*known, TRIGGER))
+
+
+def _words_to_learn(sample: Sample, context: CheckContext) -> list[str]:
+    """The learned tokens, and the trigger word where there is one."""
+    trigger = rules_of(sample, context.rules).trigger_word if sample.source < len(context.rules) else None
+    return [*context.learned_tokens, *([trigger] if trigger else [])]
 
 
 def is_random(sample: Sample, context: CheckContext) -> bool:
@@ -124,7 +152,7 @@ def is_random(sample: Sample, context: CheckContext) -> bool:
     The mean of log2 P(letter | letter before) over its words, P from the known words, is about -4.2 for English, German
     or Finnish and about -6.7 for random letters.
     """
-    if not context.known_words or not _must_have_words(sample, context):
+    if not context.known_words or not sample.caption.isascii() or not _must_have_words(sample, context):
         return False
     words = [word for word in LETTERS.findall(sample.caption.lower()) if len(word) >= SHORTEST_WORD]
     if sum(map(len, words)) < FEWEST_RANDOM or not context.known_words.isdisjoint(words):
@@ -162,18 +190,20 @@ def garbled(caption: str) -> str:
     for word in NOT_ASCII.findall(caption):
         if (right := _fix_garbled_word(word)) != word:
             return f"{word} for {right}"
+        if OLD_CONTROLS.search(word):  # as a quotation mark of Windows-1252 that was read as Latin-1
+            return str(word)
     return ""
 
 
 def fix_garbled(caption: str) -> str:
-    """The text with every word fixed that was UTF-8 and was read as Windows-1252; lost letters stay lost."""
+    """The text with every word fixed that was UTF-8 and was read as Windows-1252 or Latin-1; lost letters stay lost."""
     return NOT_ASCII.sub(lambda match: _fix_garbled_word(match[0]), caption)
 
 
 def _fix_garbled_word(word: str) -> str:
     try:
-        right = word.encode("cp1252").decode("utf-8")
-    except UnicodeError:
+        right = bytes(OLD_BYTES[letter] for letter in word).decode("utf-8")
+    except (KeyError, UnicodeError):
         return word
     return right if len(right) < len(word) else word
 

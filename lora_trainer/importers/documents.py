@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from lora_trainer.config.toml import refuse_large
+from lora_trainer.core.bounded import TextError, decode
 from lora_trainer.core.errors import Problem, UsageError
 
 SCRIPT = "(script)"  # the key of a command's script
@@ -63,9 +64,10 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Check its permissions.")) from None
     try:
-        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(Problem(f"{path} is not text (byte {error.start}).", "Save it as UTF-8.")) from None
+        text = decode(data)
+    except TextError as error:
+        fix = "Name the config, not the weights. If it is the config, save it as UTF-8."
+        raise UsageError(Problem(f"{path} {error}.", fix)) from None
     if "\0" in text:
         raise UsageError(Problem(f"{path} is not text.", "Name the config, not the weights."))
     return text

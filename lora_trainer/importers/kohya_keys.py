@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
 from lora_trainer.importers.kohya_blocks import block_rates, sizes_of_layers
 from lora_trainer.importers.network_kinds import (
@@ -22,6 +22,7 @@ from lora_trainer.importers.network_kinds import (
 )
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
+    MOST_PROMPT_BYTES,
     by,
     count,
     is_on,
@@ -225,11 +226,9 @@ def prompts(value: Any, around: Around) -> Took:
         if path.suffix.lower() != ".txt":
             return Took({}, "prompts are read from text files only; images are drawn of the data's captions", "changed")
         try:
-            if not path.is_file() or path.stat().st_size > 1_000_000:
-                return Took({}, f"there is no such text file: {path}", "changed")
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError, UsageError):
-            return Took({}, f"{path} cannot be read", "changed")
+            lines = read_text(path, MOST_PROMPT_BYTES).splitlines()
+        except TextError as error:
+            return Took({}, f"{path} {error}", "changed")
     found = [line.split(" --")[0].strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     options = any(" --" in line for line in lines)
     if not found:

@@ -47,7 +47,7 @@ def _table(value: Any, around: Around) -> Took:
     """A JSONL with `image_path`, `caption` and `control_path` or `control_path_N`, by the keys of its first record."""
     path = located(around.folder, text(value))
     record: Any = None
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8-sig") as file:
         record = json.loads(file.readline(LONGEST_RECORD))
     keys = [match for key in record if (match := CONTROL.fullmatch(key))] if isinstance(record, dict) else []
     columns = [match[0] for match in sorted(keys, key=lambda match: int(match[1] or 0))]

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.importers.kohya_dataset import COLOR, CROP
 from lora_trainer.importers.merge import RESOLUTIONS
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
+    MOST_PROMPT_BYTES,
     by,
     is_on,
     number,
@@ -66,9 +68,10 @@ def _prompt_source(value: Any, around: Around) -> Took:
         return Took({}, "captions are read from text files beside the images", "changed")
     written = around["text.prompt_path"]
     path = Path(located(around.folder, str(written or "")))
-    lines: list[str] = []
-    if written and path.is_file() and path.stat().st_size < 1_000_000:
-        lines = path.read_text(encoding="utf-8-sig", errors="replace").strip().splitlines()
+    try:
+        lines = read_text(path, MOST_PROMPT_BYTES).strip().splitlines() if written else []
+    except TextError as error:
+        return Took({}, f"its prompts are not read: {path} {error}", "changed")
     if not lines:
         return Took({}, f"its prompts are not there: {path}", "changed")
     why = "the first of its lines, where an image has no caption of its own"

@@ -13,6 +13,7 @@ from typing import Any
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 
 Kind = Callable[[Any], Any]
+MOST_PROMPT_BYTES = 1 << 20  # of a file of prompts
 OFF: tuple[Any, ...] = (False, 0, 0.0, "0", "false", "none", [], {})
 
 

@@ -16,6 +16,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
+from lora_trainer.core.terminal import open_missing_streams
 from lora_trainer.dataset_check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.bases.find import on_stderr, silent
@@ -62,6 +63,7 @@ class ProductionTrainer:
         progress: Watch = unwatched,
         quiet: bool = False,
     ) -> None:
+        open_missing_streams()
         quieten_libraries()
         asked = [presets] if isinstance(presets, str) else list(presets)
         wants_gpu = any(each.strip() == AUTO for part in asked for each in part.split(","))

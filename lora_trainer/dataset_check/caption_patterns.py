@@ -1,0 +1,248 @@
+"""What exporters and captioners leave in captions: patterns, no model. docs/scores.md has what each of them finds."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lora_trainer.core.findings import Severity
+
+MOST_LETTERS = 4000  # of a caption that are compared with the patterns
+FEWEST_REPEATS = 3  # of a sentence, or of a group of words
+FEWEST_WORD_REPEATS = 6  # of one word: "ha ha ha" and "very, very" are language
+SHORTEST_PART = 8  # letters of a part that is repeated; a whole sentence has twice as many
+FIRST_CHINESE = "\u2e80"  # from here on Chinese, Japanese and Korean
+FEWEST_CUT_WORDS = 8  # shorter captions are titles, which may end with any word
+DESCRIBE = "Write what the image shows."
+KEEP_DESCRIPTION = "Keep the description alone."
+
+
+@dataclass(frozen=True)
+class CaptionPattern:
+    """`finds` says whether a caption has it. The message continues "has a caption"."""
+
+    code: str
+    severity: Severity
+    message: str
+    fix: str
+    finds: Callable[[str], object]
+
+
+def _whole(*patterns: str) -> Callable[[str], object]:
+    """The whole caption is one of these, in any case."""
+    return re.compile("|".join(f"(?:{each})" for each in patterns), re.IGNORECASE).fullmatch
+
+
+def _begins(*patterns: str) -> Callable[[str], object]:
+    """The caption begins with one of these, in any case."""
+    return re.compile("|".join(f"(?:{each})" for each in patterns), re.IGNORECASE).match
+
+
+def _anywhere(*patterns: str) -> Callable[[str], object]:
+    """One of these is somewhere in the caption, in any case."""
+    return re.compile("|".join(f"(?:{each})" for each in patterns), re.IGNORECASE).search
+
+
+def _any_of(*tests: Callable[[str], object]) -> Callable[[str], object]:
+    return lambda caption: any(test(caption) for test in tests)
+
+
+NOTHING = r"[#\[<({]*(none|null|nil|nan|n/?a|undefined|untitled|todo|to-?do|t\.?b\.?d|fixme|placeholder)[\]>)}.:!?]*"
+PLACEHOLDER = _any_of(
+    _whole(
+        rf"{NOTHING}([,;. ]+{NOTHING})*",
+        r"test( caption| image| \d+)?",
+        r"[\[<({]*(no|missing|empty|your|insert|enter|add|write)( an?| your| the)? (caption|description|prompt)"
+        r"( here| available| provided| found| yet)?[\]>)}.:!?]*",
+        r"[\[<({]*(caption|description|prompt)( goes)?( here| missing| to follow)?[\]>)}.:!?]*",
+    ),
+    re.compile(r"(TODO|FIXME|TBD)\b\W").match,  # "todo" begins Spanish sentences
+    _begins(r"lorem ipsum( dolor\b|$)"),
+)
+IMAGE_ENDING = r"\.(png|jpe?g|jfif|webp|gif|bmp|tiff?|hei[cf]|avif|jxl|psd|txt|caption)"
+FILE_NAME = _whole(
+    rf"(\S+ ){{0,2}}\S*\w{IMAGE_ENDING}",
+    # Cameras and phones, and the words that programs put before a number.
+    r"(img|_?dsc|dsc[nf]|pxl|mvimg|fb_img)[-_ ]?\d{3,}[-_ \d()]*",
+    r"(gopr|dji|sam|cimg|pict|vid|wp|scan|received|snapchat)[-_]?\d{3,}[-_\d()]*",
+    r"(image|photo|pic(ture)?|frame|screenshot|screen shot|untitled|comfyui|capture|render|output|tmp|temp|file)"
+    r"[-_ ]*[(#]?(?!(19|20)\d\d$)\d+[-_)]*",
+    r"(screenshot|screen shot|whatsapp image|photo|img|pxl|signal)[-_ ]\d{4}-?\d\d-?\d\d\b[-_ .:\w]*",
+    r"(unnamed|download|untitled( design| project| document)?)([-_ ]*\(?\d+\)?)?|fullsizerender",
+    r"(pexels|shutterstock|istock(photo)?|adobestock|gettyimages|depositphotos|unsplash|pixabay|freepik|tumblr)[-_]\S*\d\S*",
+    r"dall[-·. ]?e[-_ ]\d{4}-\d\d-\d\d.*",
+    r"p\d{7}",
+    r"(19|20)\d\d[-_.]\d\d[-_.]\d\d",
+    r"0\d{3,}",
+    r"(19|20)\d{6}[-_ ]\d{4,}.*",
+    r"(19|20)\d\d-\d\d-\d\d[-_ T]\d\d[.:h-]\d\d.*",
+    r"\d{4,6}-\d{7,10}(-.*)?",  # number and seed of A1111
+    r"\d{6,}",  # of a gallery; numbers and years are shorter
+    r"(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{16,}",
+    r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    r"([a-z]:\\|/|\./|~/)\S*\w\w[\\/]\S*\w\w",
+)
+URL = _any_of(_whole(r"(https?://|ftp://|www\.)\S+"), _anywhere(r"(?<![\"'“‘«„(])https?://\S"))
+CANNOT = r"(can(no|['’])?t|cannot|could ?n[o'’]t|am unable|['’]m unable|am not able|['’]m not able|won['’]t be able|will not)"
+HELP = r"(help|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|see\b|view|process|access|engage|discuss|continue|do that|answer)"
+REFUSAL = _any_of(
+    _begins(
+        rf"\W*(i['’]?m|i am)( really| very| so)? (sorry|afraid)\b.{{0,40}}?({CANNOT}|\bno image\b|\bunable\b|\bdon['’]t\b)",
+        r"\W*(sorry|unfortunately|i apologi[sz]e|my apologies)\b.{0,40}? i ?(can|could|am|['’]m|was|don['’]t)",
+        rf"\W*i {CANNOT}( to)?( \w+){{0,2}} {HELP}",
+        rf"\W*i['’]m (unable|not able) to( \w+){{0,2}} {HELP}",
+        r"\W*i (must|have to|need to)( respectfully| politely)? decline",
+        r"\W*i (don['’]t|do not) (have (the ability|access)|see (an|any|the) image)",
+        r"\W*(es )?tut mir leid,? (aber )?ich",
+        r"\W*(je suis )?désolée?,? (mais )?je (ne|n['’])",
+        r"\W*lo siento,? (pero )?no",
+        r"\W*mi dispiace,? (ma )?non",
+        r"\W*(desculpe|sinto muito),? (mas )?não",
+        r"\W*(非常|很)?抱歉[，,].{0,8}(无法|不能|没有)",
+        r"\W*(对不起|對不起)[，,]我",
+        r"\W*我(无法|無法|不能)(描述|提供|识别|回答|协助|看到|处理|生成)",
+        r"\W*作为一[个個]?(ai|人工智能|语言模型)",
+        r"\W*(大変)?(申し訳(ありません|ございません)|すみません)が",
+        r"\W*죄송(합니다|하지만)",
+        r"\W*(извините|к сожалению),? (но )?я не",
+    ),
+    _anywhere(
+        r"\bas an? (ai\b( (language|vision) model| assistant|,)|(large )?language model)",
+        r"\bi (can(no|['’])t|cannot) (assist|help) with (that|this)",
+        r"\bno image (was|has been|is) (provided|attached|uploaded|included)",
+        r"\bplease (provide|upload|share) (an|the|your) image\b",
+    ),
+)
+NOUN = r"(caption|description|prompt|tags|summary|breakdown)"
+CHAT = _any_of(
+    _begins(
+        r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here|i['’]|i |let)",
+        rf"\W*here(['’]s| is| are|['’]re)\b.{{0,60}}?\b{NOUN}\b.{{0,60}}?[:.]",
+        rf"\W*(this is|below is|following is|the following is) .{{0,30}}?\b{NOUN} (of|for) the\b",
+        r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|pic(ture)?)\b.{0,20}:",
+        r"[*#_ ]*(image )?(caption|description|prompt|question|answer|assistant|response|output|beschreibung|bildunterschrift|légende)\W{0,3}:",
+        r"\W*(voici|aquí (está|tienes)|ecco)\b.{0,30}?\b(description|légende|descripción|didascalia|descrizione)\b",
+        r"\W*(hier ist|gerne[,!] hier)\b.{0,30}?\b(beschreibung|bildunterschrift)\b",
+        r"\W*(好的[，,！]|以下是|这是).{0,20}(描述|说明|标签)[：:]",
+    ),
+    _anywhere(
+        r"\b(let me know (if|what|how|whether)|feel free to (ask|reach|let)|would you like me to|is there anything else)\b",
+        r"\bi hope (this|that) (helps|description|caption)",
+        r"<\|[a-z_]{2,20}\|>|</?think>|\[/?inst\]",
+        r"```|^#{1,6} \w",
+    ),
+)
+NUMBERED_OPTION = r"\b(steps|sampler|schedule type|cfg scale|seed|size|model hash|model|denoising strength|clip skip|hires \w+|version)\s*:\s*[\w.+ -]+,"
+PARAMETERS = _any_of(
+    lambda caption: caption.count(":") > 1 and len(re.findall(NUMBERED_OPTION, caption, re.IGNORECASE)) > 1,
+    _anywhere(
+        r"\bnegative prompt\s*:",
+        r"\bsteps\s*:\s*\d+\s*,",
+        r"<(lora|lyco|hypernet|lokr):[^<>]+>",
+        r"(?<!\S)--(ar|aspect|niji|stylize|chaos|weird|iw|sref|cref|style|seed|quality) [\w.:-]+",
+        r"(?<!\S)--v \d",
+    ),
+)
+TAG_NAMES = (
+    "p|br|hr|b|i|u|s|em|strong|small|sub|sup|span|div|a|img|ul|ol|li|h[1-6]|font|center|table|tr|td|th|body|html|head|"
+    "script|style|pre|code|blockquote|caption|detailed_caption|more_detailed_caption|od|image|bos|eos|unk|pad|loc_\\d+"
+)
+MARKUP = _any_of(
+    _anywhere(
+        rf"</?({TAG_NAMES})(\s[^<>]{{0,200}})?/?>",
+        r"&(amp|lt|gt|quot|apos|nbsp|#\d{2,6}|#x[0-9a-f]{2,6});",
+        r"\\u[0-9a-f]{4}",
+        r"\w[.,!?\"']?\\[nrt](?-i:(?![a-z]))|\\\"",
+        r"\[/?(url|img|quote|unused\d+|sep|cls|pad|mask|unk)\]",
+    ),
+    _begins(
+        r"\W{0,2}\{\s*[\"'“][\w ]+[\"'”]\s*:",
+        r"\[\s*(\"[^\"]*\"|'[^']*'|\{[^}]*\})\s*[,\]]",
+        r"<\?xml|<!doctype|<!--|<svg",
+    ),
+)
+ESCAPED = re.compile(r"\\\([^()\\]{1,200}\\\)|\\\[[^][\\]{1,200}\\\]")
+WEIGHTED = re.compile(r"\([^()]{1,200}:[0-2]\.\d{1,2}\)")
+SENTENCES, PARTS = re.compile(r"[.!?](?:\s+|$)|[。！？]"), re.compile(r"[.!?;,:|。！？；，、]+")
+LOOPING = re.compile(
+    rf"\b(\w+(?: \w+){{1,9}})(?:[ ,.]+\1\b){{{FEWEST_REPEATS - 1},}}|\b(\w+)(?:[ ,.]+\2\b){{{FEWEST_WORD_REPEATS - 1},}}",
+    re.IGNORECASE,
+)
+# Words after which no sentence ends, in English, German, French, Spanish and Italian.
+UNFINISHED = re.compile(
+    r"\b(?:a|the|and|or|its|their|whose|your|my|our|into|onto|than|while|because|und|oder|der|einem|eines|vom|zum|zur|"
+    r"le|les|une|des|aux|et|unos|unas|del|gli|nel|nella|della|dei)$"
+)
+# After whole sentences these too: a title or a single phrase may end with them.
+MORE_SENTENCES = re.compile(r"\w{2}[.!?] +[A-Z]")
+UNFINISHED_LATER = re.compile(r"\b(?:an|of|with|has|have|wearing|holding|featuring)$")
+NAMED_LETTER = re.compile(
+    r"\b(?:letter|type|vitamin|grade|plan|note|group|class|size|hepatitis|and|or) a$", re.IGNORECASE
+)
+
+
+def _repeats(caption: str) -> bool:
+    """A whole sentence twice, a part of one three times, or a group of words three times on end."""
+    for marks, shortest, fewest in ((SENTENCES, 2 * SHORTEST_PART, 2), (PARTS, SHORTEST_PART, FEWEST_REPEATS)):
+        parts = Counter(" ".join(each.split()).casefold() for each in marks.split(caption))
+        for part, times in parts.items():
+            is_chinese = part[:1] >= FIRST_CHINESE  # no spaces, and fewer letters
+            letters = 2 * len(part) if is_chinese else len(part)
+            if times >= fewest and letters >= shortest and (is_chinese or " " in part):
+                return True
+    words = Counter(caption.casefold().replace(",", " ").replace(".", " ").split())
+    return max(words.values(), default=0) >= FEWEST_REPEATS and LOOPING.search(caption) is not None
+
+
+def _is_cut_off(caption: str) -> bool:
+    """Prose that ends with a word after which no sentence ends. Tags end with anything."""
+    words = caption.split()
+    if len(words) < FEWEST_CUT_WORDS or caption.count(",") * 3 > len(words):
+        return False
+    if MORE_SENTENCES.search(caption) and UNFINISHED_LATER.search(caption):
+        return True
+    return UNFINISHED.search(caption) is not None and NAMED_LETTER.search(caption) is None
+
+
+# The first that finds something is reported; the ways in which a caption is none at all come first.
+LEFT_BEHIND = (
+    CaptionPattern("placeholder_caption", "warning", "that was never written", DESCRIBE, PLACEHOLDER),
+    CaptionPattern("refusal_caption", "warning", "in which a model refuses to describe it", DESCRIBE, REFUSAL),
+    CaptionPattern("url_caption", "warning", "with an address on the web", DESCRIBE, URL),
+    CaptionPattern("file_name_caption", "warning", "that is the name of a file", DESCRIBE, FILE_NAME),
+    CaptionPattern(
+        "parameters_caption", "warning", "with parameters of a generated image", "Keep the prompt alone.", PARAMETERS
+    ),
+    CaptionPattern("markup_caption", "warning", "with HTML, JSON or escape codes", "Keep the text alone.", MARKUP),
+    CaptionPattern("chat_caption", "warning", "in which a model speaks to its user", KEEP_DESCRIPTION, CHAT),
+    CaptionPattern("looping_caption", "warning", "that repeats itself", "Keep what is there once.", _repeats),
+    CaptionPattern("cut_off_caption", "note", "that ends in the middle of a sentence", "Write the rest.", _is_cut_off),
+)
+CODES = frozenset(each.code for each in LEFT_BEHIND)
+
+
+def left_behind(caption: str) -> CaptionPattern | None:
+    """What a program left in a caption, or in one of its lines; None where it is as somebody would write it."""
+    lines = [line.strip() for line in caption[:MOST_LETTERS].splitlines()]
+    return next((each for each in LEFT_BEHIND if any(each.finds(line) for line in lines if line)), None)
+
+
+# What another program reads as prompt weighting, and this one only with captions.prompt_weighting.
+WITHOUT_WEIGHTING = (
+    CaptionPattern(
+        "escaped_brackets",
+        "warning",
+        "whose backslashes are trained as letters",
+        r"Set captions.prompt_weighting=true, which reads \( as a bracket, as ComfyUI does; or remove the backslashes.",
+        ESCAPED.search,
+    ),
+    CaptionPattern(
+        "literal_weights",
+        "warning",
+        "whose weights are trained as letters",
+        "Set captions.prompt_weighting=true, or remove brackets and numbers.",
+        WEIGHTED.search,
+    ),
+)
