@@ -25,8 +25,9 @@ CAPTION_CODES = frozenset(
     }
 )  # fmt: skip
 NOT_ASCII = re.compile(r"\S*[\x80-\uffff]\S*")
-# Windows-1252, and Latin-1 for the five bytes that it leaves out.
-OLD_BYTES = {bytes([byte]).decode("cp1252", "ignore") or chr(byte): byte for byte in range(256)}
+# Of Latin-1 and of Windows-1252, which has other letters for the bytes from 0x80 to 0x9f.
+OLD_BYTES = {chr(byte): byte for byte in range(256)}
+OLD_BYTES |= {bytes([byte]).decode("cp1252"): byte for byte in range(256) if byte not in b"\x81\x8d\x8f\x90\x9d"}
 OLD_CONTROLS = re.compile("[\x80-\x9f]")
 FEWEST_CAPTIONS = 5  # fewer show no habit
 OFTEN = 0.5  # share of the captions
