@@ -18,6 +18,7 @@ from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY
+from lora_trainer.run.accelerate_settings import accelerate_layers, as_note
 from lora_trainer.run.bases import find as bases
 from lora_trainer.run.bases.names import as_hub_part
 
@@ -32,7 +33,7 @@ def settle(
     builtin_if_none: bool = True,
     say: Callable[[str], None] = bases.on_stderr,
 ) -> Resolved:
-    """Family preset, presets and the user's layers (files, flags) as one config; later wins.
+    """Family preset, presets, accelerate and the user's layers (files, flags) as one config; later wins.
 
     Without a model the built-in model's preset applies, unless `builtin_if_none` is false.
     A model of a hub is pinned to its current commit. Raises UsageError with `problems` first, then every error in any
@@ -41,13 +42,15 @@ def settle(
     found = list(problems)
     notes: list[str] = []
     user = with_data_files(user, found, notes)
+    accelerate = accelerate_layers(found)
+    notes += map(as_note, accelerate)
     wrong = list(found)
-    for layer in (*presets, *user):
+    for layer in (*presets, *accelerate, *user):
         valid_settings(layer, wrong)
     # Refused settings make no request to a hub.
     family, is_builtin, pinned = _family_of(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
     found += refuse_other_family(presets, family) if family != EMPTY else []
-    resolved = resolve([*family_layers(family, builtin=is_builtin), *presets, *user, *pinned], found)
+    resolved = resolve([*family_layers(family, builtin=is_builtin), *presets, *accelerate, *user, *pinned], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
 
