@@ -1,0 +1,144 @@
+"""Settings that act only with another one, as `needs` beside each field of the schema says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+from lora_trainer.config.schema import SourceSection
+from lora_trainer.config.schema.types import EMPTY, NOT_0, ON, READS, Wanted
+from lora_trainer.config.tables import names_that_read, reads
+from lora_trainer.config.toml import section_types, setting_names, shown
+
+OFF = (None, False, 0, "", "off", (), [], {})
+
+
+class SettingsByName(Protocol):
+    """A value for each `section.key`."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+def needs_of(name: str) -> Mapping[str, Wanted]:
+    """What other settings must be so that this one acts, one of them being enough; empty where it always acts.
+
+    A field's own name is among them with a value that asks for nothing, such as 0 of `validation.every_n_steps`.
+    """
+    section, key = name.split(".")
+    kind = SourceSection if section == "source" else section_types()[section]
+    extra = kind.model_fields[key].json_schema_extra
+    needs: Any = extra.get("needs", {}) if isinstance(extra, dict) else {}
+    return {**needs}
+
+
+@cache
+def settings_with_needs() -> tuple[str, ...]:
+    """Every `section.key` that has them, in the order of the schema."""
+    return tuple(name for name in setting_names() if needs_of(name))
+
+
+def unmet(settings: SettingsByName, name: str) -> dict[str, Wanted]:
+    """The settings without which this one does nothing, and what one of them must be; empty where it acts.
+
+    A setting that does nothing itself is of no help: what it lacks is named.
+    """
+    lacking: dict[str, Wanted] = {}
+    for other, wanted in needs_of(name).items():
+        if not any(is_wanted(value, wanted, other, name) for value in values_in(settings, other)):
+            lacking[other] = wanted
+        elif other != name and (deeper := unmet(settings, other)):
+            lacking |= deeper
+        else:
+            return {}
+    lacking.pop(name, None)
+    return lacking
+
+
+def values_in(settings: SettingsByName, name: str) -> Sequence[Any]:
+    """Every value that a setting has in a run: the items of a list, and those of sources that have their own."""
+    section, key = name.split(".")
+    if section == "source":
+        return of_sources(settings, key)
+    value = settings[name]
+    if section == "data" and key in SourceSection.model_fields:
+        own = of_sources(settings, key)
+        return [value if each is None else each for each in own] or [value]
+    return value if value and isinstance(value, tuple | list) else [value]
+
+
+def of_sources(settings: SettingsByName, key: str) -> list[Any]:
+    """A key's value in each source, None where a source has none."""
+    sources = settings["data.sources"]
+    return [
+        source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)  # a bare path has none
+        for source in (sources if isinstance(sources, tuple | list) else [])
+    ]
+
+
+def is_wanted(value: Any, wanted: Wanted, other: str, name: str) -> bool:
+    if wanted in (ON, EMPTY):
+        return (value in OFF) == (wanted == EMPTY)
+    if wanted == NOT_0:
+        return bool(value != 0)
+    if wanted == READS:
+        return name in reads(other, value)
+    return value in wanted
+
+
+def is_idle(settings: SettingsByName, name: str, default: Any) -> bool:
+    """Whether a value other than the default does nothing."""
+    return settings[name] != default and bool(unmet(settings, name))
+
+
+def why_idle(settings: SettingsByName, lacking: Mapping[str, Wanted]) -> str:
+    """`lr_scheduler.name=cosine does not use it`, `captions.shuffle is false and captions.tag_dropout is 0.0`."""
+    named = [other for other, wanted in lacking.items() if wanted == READS or isinstance(wanted, tuple)]
+    if named:
+        return " and ".join(f"{other}={_plain(settings, other)}" for other in named) + " does not use it"
+    states = [
+        f"no source sets {other.removeprefix('source.')}"
+        if other.startswith("source.")
+        else f"{other} is {_plain(settings, other)}"
+        for other in lacking
+    ]
+    return f"it does nothing while {' and '.join(states)}"
+
+
+def how_to_use(lacking: Mapping[str, Wanted], name: str) -> str:
+    """`Set lr_scheduler.name=polynomial, or remove lr_scheduler.power.`"""
+    return f"Set {' or '.join(_in_words(other, wanted, name) for other, wanted in lacking.items())}, or remove {name}."
+
+
+def _plain(settings: SettingsByName, name: str) -> str:
+    value = settings[name]
+    return value if isinstance(value, str) else shown(value)
+
+
+def _in_words(other: str, wanted: Wanted, name: str) -> str:
+    section, key = other.split(".")
+    if section == "source":
+        return f"{key} of a source in data.sources"
+    if wanted in (NOT_0, EMPTY):
+        return f"{other} {'above 0' if wanted == NOT_0 else 'to nothing'}"
+    if wanted == READS:
+        wanted = names_that_read(other, name)
+    if isinstance(wanted, tuple):
+        is_list = isinstance(section_types()[section].model_fields[key].default, tuple)
+        names = " or ".join(map(str, wanted))
+        return f"{other} with {names}" if is_list else f"{other}={names}" if len(wanted) == 1 else f"{other} to {names}"
+    default = section_types()[section].model_fields[key].default
+    is_switch = isinstance(default, bool)
+    return f"{other}=true" if is_switch else other
+
+
+def needs_in_words(name: str) -> str:
+    """For the page of settings: "`captions.shuffle` or `captions.tag_dropout`"; empty where a setting always acts."""
+    found = []
+    for other, wanted in needs_of(name).items():
+        if other == name:
+            continue
+        values = names_that_read(other, name) if wanted == READS else wanted
+        is_named = isinstance(values, tuple)
+        found.append(f"`{other}`" + (f" = {' or '.join(f'`{each}`' for each in values)}" if is_named else ""))
+    return " or ".join(found)
