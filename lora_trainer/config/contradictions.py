@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.needs import how_to_use, is_idle, settings_with_needs, unmet, why_idle
@@ -15,9 +16,8 @@ from lora_trainer.config.tables import names_for, traits_of_adapter, traits_of_o
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
-DATASET = "dataset "  # the layer of a dataset file of kohya's scripts, which has values for other runs too
 # What does nothing by these layers is dropped, not refused: a search or a measurement puts its own above the user's.
-NOT_ASKED_FOR = ("search", "trial ", "bench", DATASET)
+OF_MEASUREMENTS = ("search", "trial ", "bench")
 SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as Prodigy's factor
 SUGGESTED_FACTOR = 1.0
 MOVES_NOTHING = (0, "auto", False)  # with `auto` the run decides
@@ -101,9 +101,15 @@ def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields
 
 
 def is_asked_for(settings: Settings, clash: Yields) -> bool:
-    """Whether the user set it, and no layer of `NOT_ASKED_FOR` is why it does nothing."""
+    """Whether the user set it for this run, and no measurement is why it does nothing.
+
+    A dataset file of kohya's scripts, whose layer is its absolute path, has values for other runs too.
+    """
     origins = [settings.origin[name] for name in (clash.name, *clash.because) if name in settings.origin]
-    return from_user(origins[0]) and not (clash.because and any(origin.startswith(NOT_ASKED_FOR) for origin in origins))
+    if not clash.because:
+        return from_user(origins[0])
+    is_elsewhere = Path(origins[0]).is_absolute() or any(origin.startswith(OF_MEASUREMENTS) for origin in origins)
+    return from_user(origins[0]) and not is_elsewhere
 
 
 def without_clashes(

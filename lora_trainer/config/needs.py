@@ -82,7 +82,7 @@ def is_wanted(value: Any, wanted: Wanted, other: str, name: str) -> bool:
     if wanted == NOT_0:
         return bool(value != 0)
     if wanted == READS:
-        return name in reads(other, value)
+        return value not in OFF and name in reads(other, value)
     return value in wanted
 
 

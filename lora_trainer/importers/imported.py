@@ -196,8 +196,8 @@ def _fitted(reading: Reading) -> Config:
             value = reading.settings.pop(name)
             why = "; ".join(problem.message for problem in problems)
             reading.lines.append(Line(reading.origin.pop(name), value, "changed", {}, f"skipped: {why}"))
-    for why in without_idle_captions(reading.settings):
-        reading.lines.append(Line(SOURCES, None, "changed", {}, why))
+    for name, _, reason in without_idle_captions(reading.settings):
+        reading.origin.setdefault(name, reason)
     for _ in range(len(reading.settings)):
         values = {
             section: plain_values(kind, nested(reading.settings).get(section, {}))
@@ -212,9 +212,9 @@ def _fitted(reading: Reading) -> Config:
             if clash.because:  # its own line says so (`as_written`)
                 reading.origin[clash.name] = clash.reason
                 continue
+            reading.origin.pop(clash.name, None)
             if clash.value is not None:
-                reading.settings[clash.name] = clash.value
-            reading.origin[clash.name] = clash.reason
+                reading.settings[clash.name], reading.origin[clash.name] = clash.value, clash.reason
             reading.lines.append(Line(key, old, "changed", {clash.name: clash.value}, clash.reason))
     return resolve([Layer(str(reading.path), nested(reading.settings))]).config
 
