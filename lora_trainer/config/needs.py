@@ -133,12 +133,14 @@ def _in_words(other: str, wanted: Wanted, name: str) -> str:
 
 
 def needs_in_words(name: str) -> str:
-    """For the page of settings: "`captions.shuffle` or `captions.tag_dropout`"; empty where a setting always acts."""
+    """For the page of settings: "`captions.shuffle`, or `captions.tag_dropout`"; empty where a setting always acts."""
     found = []
     for other, wanted in needs_of(name).items():
-        if other == name:
-            continue
         values = names_that_read(other, name) if wanted == READS else wanted
-        is_named = isinstance(values, tuple)
-        found.append(f"`{other}`" + (f" = {' or '.join(f'`{each}`' for each in values)}" if is_named else ""))
-    return " or ".join(found)
+        if isinstance(values, tuple):
+            state = f" = {', '.join(f'`{each}`' for each in values)}"
+        else:
+            state = {EMPTY: " empty", NOT_0: " not 0"}.get(values, "")
+        if other != name:
+            found.append(f"`{other}`{state}")
+    return ", or ".join(found)
