@@ -92,22 +92,21 @@ def is_idle(settings: SettingsByName, name: str, default: Any) -> bool:
 
 
 def why_idle(settings: SettingsByName, lacking: Mapping[str, Wanted]) -> str:
-    """`lr_scheduler.name=cosine does not use it`, `captions.shuffle is false and captions.tag_dropout is 0.0`."""
+    """`lr_scheduler.name=cosine does not use it`, `it does nothing while captions.shuffle is false and …`."""
     named = [other for other, wanted in lacking.items() if wanted == READS or isinstance(wanted, tuple)]
     if named:
         return " and ".join(f"{other}={_plain(settings, other)}" for other in named) + " does not use it"
-    states = [
-        f"no source sets {other.removeprefix('source.')}"
-        if other.startswith("source.")
-        else f"{other} is {_plain(settings, other)}"
-        for other in lacking
-    ]
+    states = []
+    for other in lacking:
+        section, _, key = other.partition(".")
+        of_sources = f"no source of data.sources sets {key}"
+        states.append(of_sources if section == "source" else f"{other} is {_plain(settings, other)}")
     return f"it does nothing while {' and '.join(states)}"
 
 
 def how_to_use(lacking: Mapping[str, Wanted], name: str) -> str:
-    """`Set lr_scheduler.name=polynomial, or remove lr_scheduler.power.`"""
-    return f"Set {' or '.join(_in_words(other, wanted, name) for other, wanted in lacking.items())}, or remove {name}."
+    """`Set lr_scheduler.name to polynomial, or remove lr_scheduler.power.`"""
+    return f"Set {' or '.join(_as_wish(other, wanted, name) for other, wanted in lacking.items())}, or remove {name}."
 
 
 def _plain(settings: SettingsByName, name: str) -> str:
@@ -115,20 +114,18 @@ def _plain(settings: SettingsByName, name: str) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def _in_words(other: str, wanted: Wanted, name: str) -> str:
+def _as_wish(other: str, wanted: Wanted, name: str) -> str:
     section, key = other.split(".")
     if section == "source":
         return f"{key} of a source in data.sources"
-    if wanted in (NOT_0, EMPTY):
-        return f"{other} {'above 0' if wanted == NOT_0 else 'to nothing'}"
-    if wanted == READS:
-        wanted = names_that_read(other, name)
-    if isinstance(wanted, tuple):
-        is_list = isinstance(section_types()[section].model_fields[key].default, tuple)
-        names = " or ".join(map(str, wanted))
-        return f"{other} with {names}" if is_list else f"{other}={names}" if len(wanted) == 1 else f"{other} to {names}"
-    default = section_types()[section].model_fields[key].default
-    is_switch = isinstance(default, bool)
+    if wanted == EMPTY:
+        return f"{other} to nothing"
+    if wanted == NOT_0:
+        return f"{other} above 0"
+    names = names_that_read(other, name) if wanted == READS else wanted
+    if isinstance(names, tuple):
+        return f"{other} to {' or '.join(map(str, names))}"
+    is_switch = isinstance(section_types()[section].model_fields[key].default, bool)
     return f"{other}=true" if is_switch else other
 
 
