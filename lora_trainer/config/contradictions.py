@@ -17,6 +17,7 @@ from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
 # What does nothing by these layers is dropped, not refused: a search or a measurement puts its own above the user's.
+BELOW_FLAGS = ("accelerate", "--config ")  # layers of the user's whose values flags may leave without effect
 OF_MEASUREMENTS = ("search", "trial ", "bench")
 SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as Prodigy's factor
 SUGGESTED_FACTOR = 1.0
@@ -101,15 +102,19 @@ def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields
 
 
 def is_asked_for(settings: Settings, clash: Yields) -> bool:
-    """Whether the user set it for this run, and no measurement is why it does nothing.
+    """Whether the user set it for this run, and nothing above it, such as a flag, is why it does nothing.
 
     A dataset file of kohya's scripts, whose layer is its absolute path, has values for other runs too.
     """
-    origins = [settings.origin[name] for name in (clash.name, *clash.because) if name in settings.origin]
-    if not clash.because:
-        return from_user(origins[0])
-    is_elsewhere = Path(origins[0]).is_absolute() or any(origin.startswith(OF_MEASUREMENTS) for origin in origins)
-    return from_user(origins[0]) and not is_elsewhere
+    origin = settings.origin[clash.name]
+    causes = [settings.origin[name] for name in clash.because if name in settings.origin]
+    if not causes or not from_user(origin):
+        return from_user(origin)
+    is_elsewhere = Path(origin).is_absolute() or any(each.startswith(OF_MEASUREMENTS) for each in (origin, *causes))
+    is_below = origin.startswith(BELOW_FLAGS) and any(
+        from_user(each) and not each.startswith(BELOW_FLAGS) for each in causes
+    )
+    return not is_elsewhere and not is_below
 
 
 def without_clashes(

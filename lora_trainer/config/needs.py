@@ -111,6 +111,8 @@ def how_to_use(lacking: Mapping[str, Wanted], name: str) -> str:
 
 def _plain(settings: SettingsByName, name: str) -> str:
     value = settings[name]
+    if value in (None, ()):
+        return "empty"
     return value if isinstance(value, str) else shown(value)
 
 

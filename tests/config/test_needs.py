@@ -263,6 +263,22 @@ def test_a_search_and_a_dataset_file_drop_it() -> None:
     assert note.startswith("captions.keep_tokens = 2 ")
 
 
+def test_a_flag_may_leave_a_file_without_effect() -> None:
+    """A run's config.toml, repeated with another LR scheduler."""
+    file = layer("--config runs/a/config.toml", {"lr_scheduler.name": "polynomial", "lr_scheduler.power": 3.0})
+    resolved = resolve([file, layer("--set", {"lr_scheduler.name": "cosine"})])
+    assert resolved.config.lr_scheduler.power == 2.0
+    assert len(resolved.notes) == 1
+    for wrong in (
+        layer("--config a.toml", {"lr_scheduler.power": 3.0}),
+        layer("accelerate", {"compile.mode": "max-autotune"}),
+    ):
+        with pytest.raises(UsageError):
+            resolve([wrong])
+    compiled = layer("accelerate", {"compile.enabled": True, "compile.mode": "max-autotune"})
+    assert resolve([compiled, layer("--set", {"compile.enabled": False})]).config.compile.mode == "default"
+
+
 def again(resolved: Resolved) -> Resolved:
     """The same run from its config.toml."""
     return resolve([Layer("--config config.toml", resolved.config.model_dump())])
