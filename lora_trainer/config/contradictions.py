@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.needs import how_to_use, is_idle, settings_with_needs, unmet, why_idle
+from lora_trainer.config.needs import how_to_use, settings_with_needs, unmet, why_idle
 from lora_trainer.config.tables import names_for, traits_of_adapter, traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
-# What does nothing by these layers is dropped, not refused: a search or a measurement puts its own above the user's.
 BELOW_FLAGS = ("accelerate", "--config ")  # layers of the user's whose values flags may leave without effect
+# What does nothing by these layers is dropped, not refused: a search or a measurement puts its own above the user's.
 OF_MEASUREMENTS = ("search", "trial ", "bench")
 SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as Prodigy's factor
 SUGGESTED_FACTOR = 1.0
@@ -94,13 +94,6 @@ def contradictions(settings: Settings) -> list[Yields]:
     return list(found.values())
 
 
-def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields], list[Problem]]:
-    """The settings that give way, and a problem for each that the user set."""
-    of_user = [clash for clash in clashes if is_asked_for(settings, clash)]
-    problems = [Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in of_user]
-    return [clash for clash in clashes if clash not in of_user], problems
-
-
 def is_asked_for(settings: Settings, clash: Yields) -> bool:
     """Whether the user set it for this run, and nothing above it, such as a flag, is why it does nothing.
 
@@ -124,9 +117,9 @@ def without_clashes(
 
     What gives way may leave others without effect. They give way too, and are named with it if the user set them.
     """
-    yielding, wrong = give_way(settings, clashes)
-    problems.extend(wrong)
-    notes = list[str]()
+    wrong = [clash for clash in clashes if is_asked_for(settings, clash)]
+    problems.extend(Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in wrong)
+    yielding, notes = list(clashes), list[str]()
     while yielding and not wrong:
         for each in yielding:
             if notes and is_asked_for(settings, each):
@@ -148,8 +141,8 @@ def idle(settings: Settings) -> list[Yields]:
     """Settings that do nothing with the others as they are (`needs` in the schema)."""
     found = []
     for name in settings_with_needs():
-        if name.partition(".")[0] in settings.values and is_idle(settings, name, settings.default(name)):
-            lacking = unmet(settings, name)
+        is_set = name.partition(".")[0] in settings.values and settings[name] != settings.default(name)
+        if is_set and (lacking := unmet(settings, name)):
             reason, fix = why_idle(settings, lacking), how_to_use(lacking, name)
             found.append(Yields(name, settings.default(name), reason, fix, because=tuple(lacking)))
     return found

@@ -11,7 +11,7 @@ from lora_trainer.config.schema.types import EMPTY, NOT_0, ON, READS, Wanted
 from lora_trainer.config.tables import names_that_read, reads
 from lora_trainer.config.toml import section_types, setting_names, shown
 
-OFF = (None, False, 0, "", "off", (), [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", "off", (), [], {})
 
 
 class SettingsByName(Protocol):
@@ -84,11 +84,6 @@ def is_wanted(value: Any, wanted: Wanted, other: str, name: str) -> bool:
     if wanted == READS:
         return value not in OFF and name in reads(other, value)
     return value in wanted
-
-
-def is_idle(settings: SettingsByName, name: str, default: Any) -> bool:
-    """Whether a value other than the default does nothing."""
-    return settings[name] != default and bool(unmet(settings, name))
 
 
 def why_idle(settings: SettingsByName, lacking: Mapping[str, Wanted]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from lora_trainer.config.layers import Layer
-from lora_trainer.config.toml import shown
+from lora_trainer.config.toml import parse_value, shown
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.launch import launched
 
@@ -56,21 +56,13 @@ def accelerate_layers(problems: list[Problem], environment: Mapping[str, str] = 
     if is_true(read("USE_FSDP")):
         values["memory"] = {**values.get("memory", {}), **sharding(read, problems)}
     if (most := read("GRADIENT_CLIPPING") or launcher_flag("gradient_clipping")) not in ("", "auto"):
-        values["optimizer"] = {"max_grad_norm": number(most)}
+        values["optimizer"] = {"max_grad_norm": parse_value(most)}
     refuse_accumulation(read("GRADIENT_ACCUMULATION_STEPS") or launcher_flag("gradient_accumulation_steps"), problems)
     return [Layer(NAME, values)] if values else []
 
 
 def is_true(value: str) -> bool:
     return value in ("1", "true", "t", "yes", "y", "on")
-
-
-def number(text: str) -> float | str:
-    """The number of a text; any other text as it is, which the schema refuses by name."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def precision_of(asked: str, problems: list[Problem]) -> str | None:
@@ -132,7 +124,7 @@ def launcher_flag(name: str) -> str:
     if not launched():
         return ""
     try:
-        words = psutil.Process(os.getppid()).cmdline()
+        words: list[str] = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:  # not readable
         return ""
     launcher = next((place for place, word in enumerate(words[:3]) if Path(word).name.startswith("accelerate")), None)

@@ -75,9 +75,10 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
-    if processes.world == 1:
-        for line in of_several_processes(order.config.train):
-            order.console.print(line)
+    for name in ("gradient_compression", "process_timeout_minutes"):
+        value = getattr(order.config.train, name)
+        if processes.world == 1 and value != TrainSection.model_fields[name].default:  # a run may continue with several
+            order.console.print(f"train.{name}={shown(value)}: does nothing in a run of one process")
     another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
     is_one = processes.world == 1 and choices.second_gpu is None
     if is_one and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
@@ -85,15 +86,6 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)
-
-
-def of_several_processes(train: TrainSection) -> list[str]:
-    """A line on each setting that does nothing in one process. A run may continue with another number of them."""
-    return [
-        f"train.{name}={shown(value)}: does nothing in a run of one process"
-        for name in ("gradient_compression", "process_timeout_minutes")
-        if (value := getattr(train, name)) != TrainSection.model_fields[name].default
-    ]
 
 
 def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -81,5 +81,5 @@ def setting(default: Value, on_resume: OnResume, description: str, needs: Mappin
 
     `needs` names the settings of which one must be as it says, else the field does nothing (`config/needs.py`).
     """
-    extra = {"on_resume": on_resume, "needs": {**(needs or {})}}
+    extra: Any = {"on_resume": on_resume, "needs": {**(needs or {})}}
     return Field(default, description=description, json_schema_extra=extra)
