@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             text.write_text(f"{written}, number {index}", encoding="utf-8")
             image = text.with_suffix(".png")
             image.write_bytes(image.read_bytes() + name.encode())  # other content in each folder
-    own = {"wildcards": True, "prompt_weighting": True, "variants": 4, "keep_tokens": 1, "suffix": "{1|2|3|4|5}"}
+    own = {"wildcards": True, "prompt_weighting": True, "variants": 4, "suffix": "{1|2|3|4|5}"}
     sources = [
         str(root / "plain"),
         {"path": str(root / "own"), "captions": own},
