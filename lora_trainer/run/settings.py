@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from lora_trainer.config.contradictions import from_user
+from lora_trainer.config.contradictions import OF_MEASUREMENTS, from_user
 from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers, refuse_other_family
 from lora_trainer.config.schema import Config, GatesSection, SampleSection
@@ -77,8 +77,8 @@ def refuse_unmeasured(gates: GatesSection) -> None:
 
 def refuse_unchecked(resolved: Resolved) -> None:
     """Raise UsageError for settings of a check that the user turned off; `validate` uses them whatever it is."""
-    gates = resolved.config.gates
-    if gates.lora_check != "off" or not from_user(resolved.origin["gates.lora_check"]):
+    gates, origin = resolved.config.gates, resolved.origin["gates.lora_check"]
+    if gates.lora_check != "off" or not from_user(origin) or origin.startswith(OF_MEASUREMENTS):
         return
     usual = GatesSection()
     if idle := [name for name in ("compare", "encoder", "unresolved") if getattr(gates, name) != getattr(usual, name)]:
