@@ -22,9 +22,11 @@ from lora_trainer.diffusion.loss import ERRORS, WEIGHTINGS
 from lora_trainer.models import FAMILIES
 from lora_trainer.monitor.tracker_kinds import TRACKERS
 from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.optim.schedules import SHAPES
 
 hand_over("lora.type", ADAPTERS)
 hand_over("optimizer.name", OPTIMIZERS)
+hand_over("lr_scheduler.name", SHAPES)
 hand_over("loss.type", ERRORS)
 hand_over("loss.weighting", WEIGHTINGS)
 hand_over("model.family", FAMILIES)

@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
 def load_config(
     model: Source | None = None, data: Source | Sequence[Source] | None = None, **options: Unpack[Options]
 ) -> Config:
-    """The frozen config of a run: defaults, the family's preset, `presets`, `config`, `settings`; later wins."""
+    """The frozen config of a run: defaults, the family's preset, `presets`, accelerate, `config`, `settings`; later wins."""
     return _trainer(model, data, options).config
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.needs import needs_in_words
 from lora_trainer.config.schema import Config
 from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import shown
@@ -27,8 +28,10 @@ lora-trainer train --preset 12gb --data ./images --set lora.rank=32 --explain
 
 Written by `scripts/write_config_docs.py` from `lora_trainer/config/schema/`; edit those files, not this one.
 
-Settings come in layers, and a later one wins: the defaults below, the model family's preset, `--preset`, `--config`,
-flags and `--set`. An unknown key, a value out of range or a wrong type is refused (exit code 2), all of them at once.
+Settings come in layers, and a later one wins: the defaults below, the model family's preset, `--preset`,
+[accelerate](several-gpus.md#options-of-accelerate-launch), `--config`, flags and `--set`. An unknown key, a value out of range or a wrong type is
+refused (exit code 2), all of them at once. So is a value that does nothing with the other settings; one of a preset is dropped, and
+named. "Needs" says what one of the other settings must be.
 A `--config` file is TOML:
 
 ```toml
@@ -90,7 +93,8 @@ def _row(section: str, key: str, entry: dict[str, Any]) -> str:
     kind = type_in_words(entry)
     if names := names_for(f"{section}.{key}"):
         kind = kind.replace(WORDS["string"], ", ".join(f"`{name}`" for name in names))
-    cells = (f"`{section}.{key}`", default, kind, entry["description"])
+    needs = needs_in_words(f"{section}.{key}")
+    cells = (f"`{section}.{key}`", default, kind, entry["description"] + (f". Needs {needs}" if needs else ""))
     return f"| {' | '.join(cells)} |"
 
 

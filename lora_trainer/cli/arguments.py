@@ -66,7 +66,7 @@ EXAMPLES = """examples:
   lora-trainer train --data ./images --set lora.rank=8 --explain
 
 Settings come in layers, later wins: defaults, family preset, presets,
---config, flags.
+accelerate, --config, flags.
 """
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.needs import how_to_use, settings_with_needs, unmet, why_idle
 from lora_trainer.config.tables import names_for, traits_of_adapter, traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
+BELOW_FLAGS = ("accelerate", "--config ")  # layers of the user's whose values flags may leave without effect
+# What does nothing by these layers is dropped, not refused: a search or a measurement puts its own above the user's.
+OF_MEASUREMENTS = ("search", "trial ", "bench")
 SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as Prodigy's factor
 SUGGESTED_FACTOR = 1.0
 MOVES_NOTHING = (0, "auto", False)  # with `auto` the run decides
@@ -65,7 +70,7 @@ class Settings:
 class Yields:
     """A setting that takes `value` because of another one, the reason, and what a user who set it must do.
 
-    `origin` is where the value comes from afterwards.
+    `origin` is where the value comes from afterwards; `because` names the settings that make it do nothing.
     """
 
     name: str
@@ -73,6 +78,7 @@ class Yields:
     reason: str
     fix: str
     origin: str = "default (a contradiction)"
+    because: tuple[str, ...] = ()
 
 
 def from_user(origin: str) -> bool:
@@ -81,20 +87,65 @@ def from_user(origin: str) -> bool:
 
 
 def contradictions(settings: Settings) -> list[Yields]:
-    """All contradictions, whoever set them."""
-    return [clash for rule in RULES for clash in rule(settings)]
+    """All contradictions, whoever set them, one for each setting."""
+    found: dict[str, Yields] = {}
+    for clash in (clash for rule in RULES for clash in rule(settings)):
+        found.setdefault(clash.name, clash)
+    return list(found.values())
 
 
-def give_way(settings: Settings, clashes: Sequence[Yields]) -> tuple[list[Yields], list[Problem]]:
-    """The settings that give way, and a problem for each that the user set."""
-    of_user = [clash for clash in clashes if from_user(settings.origin[clash.name])]
-    problems = [Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in of_user]
-    return [clash for clash in clashes if clash not in of_user], problems
+def is_asked_for(settings: Settings, clash: Yields) -> bool:
+    """Whether the user set it for this run, and nothing above it, such as a flag, is why it does nothing.
+
+    A dataset file of kohya's scripts, whose layer is its absolute path, has values for other runs too.
+    """
+    origin = settings.origin[clash.name]
+    causes = [settings.origin[name] for name in clash.because if name in settings.origin]
+    if not causes or not from_user(origin):
+        return from_user(origin)
+    is_elsewhere = Path(origin).is_absolute() or any(each.startswith(OF_MEASUREMENTS) for each in (origin, *causes))
+    is_below = origin.startswith(BELOW_FLAGS) and any(
+        from_user(each) and not each.startswith(BELOW_FLAGS) for each in causes
+    )
+    return not is_elsewhere and not is_below
+
+
+def without_clashes(
+    settings: Settings, clashes: Sequence[Yields], problems: list[Problem]
+) -> tuple[Settings, list[str]]:
+    """The settings after all gave way, and notes on them; those that the user set are added to `problems`.
+
+    What gives way may leave others without effect. They give way too, and are named with it if the user set them.
+    """
+    wrong = [clash for clash in clashes if is_asked_for(settings, clash)]
+    problems.extend(Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in wrong)
+    yielding, notes = list(clashes), list[str]()
+    while yielding and not wrong:
+        for each in yielding:
+            if notes and is_asked_for(settings, each):
+                notes[-1] += f". {note_on(settings, each)}"
+            else:
+                notes.append(note_on(settings, each))
+        origin = {**settings.origin, **{each.name: each.origin for each in yielding}}
+        settings = Settings(settings.without(yielding), origin)
+        yielding = contradictions(settings)
+    return settings, notes
 
 
 def note_on(settings: Settings, clash: Yields) -> str:
     """The note on a setting that gave way."""
     return f"{settings.shown(clash.name)} becomes {shown(clash.value)}: {clash.reason}"
+
+
+def idle(settings: Settings) -> list[Yields]:
+    """Settings that do nothing with the others as they are (`needs` in the schema)."""
+    found = []
+    for name in settings_with_needs():
+        is_set = name.partition(".")[0] in settings.values and settings[name] != settings.default(name)
+        if is_set and (lacking := unmet(settings, name)):
+            reason, fix = why_idle(settings, lacking), how_to_use(lacking, name)
+            found.append(Yields(name, settings.default(name), reason, fix, because=tuple(lacking)))
+    return found
 
 
 def prodigy_rate(settings: Settings) -> list[Yields]:
@@ -112,12 +163,8 @@ def prodigy_rate(settings: Settings) -> list[Yields]:
 
 
 def text_rates(settings: Settings) -> list[Yields]:
-    """Learning rates of text encoders with an optimizer that has only one; LoRA settings where none is trained."""
+    """Learning rates of text encoders with an optimizer that has only one."""
     rates = settings["text_encoder.learning_rates"]
-    if not any(rates):
-        reason = "no text encoder is trained (text_encoder.learning_rates is empty)"
-        named = [name for name in ("text_encoder.lora_rank", "text_encoder.lora_alpha") if settings[name] is not None]
-        return [Yields(name, None, reason, f"Set text_encoder.learning_rates, or remove {name}.") for name in named]
     (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
     same = [factor if rate else 0.0 for rate in rates]
     if not traits_of_optimizer(settings["optimizer.name"]).finds_learning_rate or list(rates) == same:
@@ -125,13 +172,6 @@ def text_rates(settings: Settings) -> list[Yields]:
     reason = f"{settings['optimizer.name']} finds one learning rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
     fix = f"Set text_encoder.learning_rates={shown(same)}, or another optimizer.name."
     return [Yields("text_encoder.learning_rates", same, reason, fix)]
-
-
-def unused_class_prompts(settings: Settings) -> list[Yields]:
-    if not settings["data.class_prompts"] or settings["data.num_class_images"]:
-        return []
-    reason = "no class images are generated (data.num_class_images is 0)"
-    return [Yields("data.class_prompts", (), reason, "Set data.num_class_images=32, or remove data.class_prompts.")]
 
 
 def schedule_free(settings: Settings) -> list[Yields]:
@@ -159,51 +199,32 @@ def schedule_free(settings: Settings) -> list[Yields]:
 
 
 def weight_averages(settings: Settings) -> list[Yields]:
-    """EMA where SWA is on: a run keeps and exports one average. Settings of SWA where it is off."""
-    start = settings["train.swa_start"]
-    if start is not None:
-        if settings["train.ema_decay"] is None or traits_of_optimizer(settings["optimizer.name"]).averages_weights:
-            return []
-        reason = f"train.swa_start={shown(start)} chooses SWA, and a run keeps one average of its weights"
-        return [Yields("train.ema_decay", None, reason, "Remove train.swa_start, or train.ema_decay.")]
-    return [
-        Yields(name, default, "train.swa_start is empty, so there is no SWA", f"Set train.swa_start, or remove {name}.")
-        for name in ("train.swa_every_n_steps", "train.swa_learning_rate")
-        if settings[name] != (default := settings.default(name))
-    ]
+    """EMA where SWA is on: a run keeps and exports one average."""
+    start, ema = settings["train.swa_start"], settings["train.ema_decay"]
+    if start is None or ema is None or traits_of_optimizer(settings["optimizer.name"]).averages_weights:
+        return []
+    reason = f"train.swa_start={shown(start)} chooses SWA, and a run keeps one average of its weights"
+    return [Yields("train.ema_decay", None, reason, "Remove train.swa_start, or train.ema_decay.")]
 
 
 def momentum(settings: Settings) -> list[Yields]:
-    """Cycled momentum without one_cycle or without momentum; beta1 and limits that are not used."""
-    name, scheduler, optimizer = (
-        "lr_scheduler.cycle_momentum",
-        settings["lr_scheduler.name"],
-        settings["optimizer.name"],
-    )
-    limits = ("lr_scheduler.base_momentum", "lr_scheduler.max_momentum")
-    if settings[name]:
-        traits, with_momentum = traits_of_optimizer(optimizer), "adamw, adamw8bit, lion or prodigy"
-        if scheduler != "one_cycle":
-            reason = f"only one_cycle cycles momentum, and lr_scheduler.name={scheduler}"
-            return [Yields(name, False, reason, f"Set lr_scheduler.name=one_cycle, or remove {name}.")]
-        if not traits.has_momentum:
-            reason = f"optimizer.name={optimizer} has no momentum that may change from step to step"
-            return [Yields(name, False, reason, f"Set optimizer.name to {with_momentum}, or remove {name}.")]
-        found = []
-        if settings["optimizer.beta1"] != (default := settings.default("optimizer.beta1")):
-            reason, fix = f"{name} sets it in each step", f"Set {' and '.join(limits)}, or remove optimizer.beta1."
-            found.append(Yields("optimizer.beta1", default, reason, fix))
-        base, most = limits
-        if settings[base] > settings[most]:
-            wrong = base if settings[base] != settings.default(base) else most
-            reason = f"{base}={settings[base]:g} is above {most}={settings[most]:g}"
-            found.append(Yields(wrong, settings.default(wrong), reason, "Set 0.85 and 0.95, or exchange them."))
-        return found
-    return [
-        Yields(each, default, f"{name} is off", f"Set {name}=true, or remove {each}.")
-        for each in limits
-        if settings[each] != (default := settings.default(each))
-    ]
+    """Cycled momentum without momentum; beta1 and limits that do not fit it."""
+    name, optimizer = "lr_scheduler.cycle_momentum", settings["optimizer.name"]
+    if not settings[name] or unmet(settings, name):
+        return []
+    if not traits_of_optimizer(optimizer).has_momentum:
+        reason = f"optimizer.name={optimizer} has no momentum that may change from step to step"
+        fix = f"Set optimizer.name to adamw, adamw8bit, lion or prodigy, or remove {name}."
+        return [Yields(name, False, reason, fix)]
+    found, (base, most) = [], ("lr_scheduler.base_momentum", "lr_scheduler.max_momentum")
+    if settings["optimizer.beta1"] != (default := settings.default("optimizer.beta1")):
+        reason, fix = f"{name} sets it in each step", f"Set {base} and {most}, or remove optimizer.beta1."
+        found.append(Yields("optimizer.beta1", default, reason, fix))
+    if settings[base] > settings[most]:
+        wrong = base if settings[base] != settings.default(base) else most
+        reason = f"{base}={settings[base]:g} is above {most}={settings[most]:g}"
+        found.append(Yields(wrong, settings.default(wrong), reason, "Set 0.85 and 0.95, or exchange them."))
+    return found
 
 
 def layers(settings: Settings) -> list[Yields]:
@@ -216,7 +237,7 @@ def layers(settings: Settings) -> list[Yields]:
 
 
 def random_updates(settings: Settings) -> list[Yields]:
-    """Stochastic rounding that does not work, and a decay of noise that is not there."""
+    """Stochastic rounding that does not work."""
     found, name, optimizer = [], "optimizer.stochastic_rounding", settings["optimizer.name"]
     if settings[name] and not traits_of_optimizer(optimizer).updates_apart:
         reason = f"optimizer.name={optimizer} computes with all weights at once, which are rounded some at a time"
@@ -225,10 +246,6 @@ def random_updates(settings: Settings) -> list[Yields]:
     elif settings[name] and (dtype := settings["memory.weight_dtype"]) in ("fp32", "fp16"):
         reason = f"memory.weight_dtype={dtype} computes in {dtype}, and only bf16 weights are rounded"
         found.append(Yields(name, False, reason, f"Set memory.weight_dtype=bf16, or remove {name}."))
-    decay = "optimizer.gradient_noise_decay"
-    if not settings["optimizer.gradient_noise"] and settings[decay] != (default := settings.default(decay)):
-        reason = "optimizer.gradient_noise is 0, so there is none to decay"
-        found.append(Yields(decay, default, reason, f"Set optimizer.gradient_noise to 0.01 or so, or remove {decay}."))
     return found
 
 
@@ -239,6 +256,17 @@ def clipping(settings: Settings) -> list[Yields]:
     return [
         Yields("optimizer.max_grad_norm", 0.0, reason, "Set optimizer.max_grad_norm=0, or remove optimizer.clip_value.")
     ]
+
+
+def resolution_ceiling(settings: Settings) -> list[Yields]:
+    """A resolution that is set above `data.resolution_ceiling`, which is for the model's own."""
+    most = settings["data.resolution_ceiling"]
+    highest = max(settings["data.resolutions"], default=settings["data.resolution"] or 0)
+    if most is None or highest <= most:
+        return []
+    name = "data.resolutions" if settings["data.resolutions"] else "data.resolution"
+    fix = f"Set {name} to {most} or lower, or remove data.resolution_ceiling."
+    return [Yields("data.resolution_ceiling", None, f"{settings.shown(name)} is above it", fix)]
 
 
 def rank_ceiling(settings: Settings) -> list[Yields]:
@@ -264,15 +292,8 @@ def adapters(settings: Settings) -> list[Yields]:
     for name, why in sorted(traits_of_adapter(kind).ignores.items()):
         able = next(each for each in names_for("lora.type") if name not in traits_of_adapter(each).ignores)
         drop(name, f"lora.type={kind} cannot follow it: {why}", f"Set lora.type={able}, or remove lora.{name}.")
-    if settings["lora.timestep_min_rank"] is None:
-        drop(
-            "timestep_rank_exponent",
-            "lora.timestep_min_rank is empty, so all rows are trained at each timestep",
-            "Set lora.timestep_min_rank, or remove lora.timestep_rank_exponent.",
-        )
-    elif settings["lora.timestep_min_rank"] > (
-        rank := max([settings["lora.rank"], *settings["lora.rank_pattern"].values()])
-    ):
+    rank = max([settings["lora.rank"], *settings["lora.rank_pattern"].values()])
+    if (settings["lora.timestep_min_rank"] or 0) > rank:
         reason = f"no layer's rank is so high (the largest is {rank}), so all rows would be trained at each timestep"
         drop("timestep_min_rank", reason, f"Set it below {rank}; half of the rank is the paper's.")
     elif settings["compile.enabled"]:
@@ -352,14 +373,10 @@ def determinism(settings: Settings) -> list[Yields]:
 
 def memory(settings: Settings) -> list[Yields]:
     found = []
-    if settings["memory.checkpointing_mode"] == "selective":
-        name, fix = "memory.checkpointing_mode", "Set memory.checkpointing_mode=full"
-        if settings["memory.gradient_checkpointing"] in (False, 0):
-            reason = "memory.gradient_checkpointing=false recomputes nothing"
-            found.append(Yields(name, "full", reason, f"{fix}, or memory.gradient_checkpointing=true."))
-        elif settings["compile.enabled"] is True:
-            reason = "single results inside a compiled block cannot be kept"
-            found.append(Yields(name, "full", reason, f"{fix}, or compile.enabled=false."))
+    if settings["memory.checkpointing_mode"] == "selective" and settings["compile.enabled"] is True:
+        reason = "single results inside a compiled block cannot be kept"
+        fix = "Set memory.checkpointing_mode=full, or compile.enabled=false."
+        found.append(Yields("memory.checkpointing_mode", "full", reason, fix))
     strategy = settings["memory.fsdp"]
     for name in WITHOUT_FSDP if strategy else ():
         if settings[name] not in MOVES_NOTHING:
@@ -386,16 +403,6 @@ def memory(settings: Settings) -> list[Yields]:
 
 def control(settings: Settings) -> list[Yields]:
     found = []
-    for name in ("safeguards.reduce_lr_on_plateau", "safeguards.early_stopping", "checkpoint.keep_best"):
-        if not settings[name]:
-            continue
-        off = settings.default(name)
-        if settings["validation.every_n_steps"] == 0:
-            reason = "it needs validation losses while training, and validation.every_n_steps=0 measures none"
-            found.append(Yields(name, off, reason, "Set validation.every_n_steps to 100 or so."))
-        elif settings["validation.split"] == 0.0 and not settings["validation.fold"]:  # a fold keeps one half
-            reason = "it needs validation losses, and validation.split=0 keeps no validation images"
-            found.append(Yields(name, off, reason, "Set validation.split to 0.1 or so."))
     if settings["safeguards.on_nonfinite"] == "rollback" and not settings["checkpoint.save_state"]:
         reason = "a checkpoint without the optimizer's state cannot be rolled back to (checkpoint.save_state=false)"
         fix = "Set safeguards.on_nonfinite=skip, or remove checkpoint.save_state=false."
@@ -431,22 +438,6 @@ def control(settings: Settings) -> list[Yields]:
     return found
 
 
-def narrow_weights(settings: Settings) -> list[Yields]:
-    if not settings["memory.int8_matmul"] or settings["memory.weight_dtype"] == "int8":
-        return []
-    reason = "only weights that are stored in int8 are multiplied in int8"
-    fix = "Set memory.weight_dtype=int8, or remove memory.int8_matmul."
-    return [Yields("memory.int8_matmul", False, reason, fix)]
-
-
-def weightings(settings: Settings) -> list[Yields]:
-    name = settings["loss.weighting"]
-    if name == "min_snr" or settings["loss.min_snr_gamma"] is None:
-        return []
-    reason, fix = f"loss.weighting={name} does not use it", "Remove loss.min_snr_gamma, or set loss.weighting=min_snr."
-    return [Yields("loss.min_snr_gamma", None, reason, fix)]
-
-
 def guidance_target(settings: Settings) -> list[Yields]:
     """A target by the frozen text encoders' empty caption, where text encoders are trained."""
     setting = {
@@ -460,35 +451,10 @@ def guidance_target(settings: Settings) -> list[Yields]:
     return [Yields("loss.guidance_target", None, reason, f"Remove loss.guidance_target, or {trained[0]}.")]
 
 
-def flow_times(settings: Settings) -> list[Yields]:
-    """Settings of a timestep distribution that is not used."""
-    name = settings["flow.timestep_sampling"]
-    of_others = [
-        each
-        for kind, names in {"logit_normal": ("logit_mean", "logit_std"), "mode": ("mode_scale",)}.items()
-        if kind != name
-        for each in names
-    ]
-    return [
-        Yields(f"flow.{each}", default, f"flow.timestep_sampling={name} does not use it", f"Remove flow.{each}.")
-        for each in of_others
-        if settings[f"flow.{each}"] != (default := settings.default(f"flow.{each}"))
-    ]
-
-
 def learned_tokens(settings: Settings) -> list[Yields]:
     name = "textual_inversion.learning_rate"
     if not settings["textual_inversion.placeholder_tokens"]:
-        of_tokens = {
-            each: settings.default(each)
-            for each in ("textual_inversion.initializer_token", "textual_inversion.num_vectors", name)
-        }
-        reason = "it is for learned tokens, and textual_inversion.placeholder_tokens names none"
-        return [
-            Yields(each, default, reason, f"Set textual_inversion.placeholder_tokens, or remove {each}.")
-            for each, default in of_tokens.items()
-            if settings[each] != default
-        ]
+        return []
     (factor,) = {clash.value for clash in prodigy_rate(settings)} or {settings["optimizer.learning_rate"]}
     if not traits_of_optimizer(settings["optimizer.name"]).finds_learning_rate or settings[name] == factor:
         return []
@@ -523,6 +489,9 @@ def wrong_placeholder_tokens(settings: Settings) -> list[Problem]:
 
 
 RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
+    idle,
+    resolution_ceiling,
+    rank_ceiling,
     prodigy_rate,
     text_rates,
     schedule_free,
@@ -531,19 +500,14 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     layers,
     random_updates,
     clipping,
-    rank_ceiling,
     adapters,
     sizes,
     captions,
     determinism,
     memory,
     control,
-    narrow_weights,
-    weightings,
     guidance_target,
-    flow_times,
     learned_tokens,
-    unused_class_prompts,
 )
 
 
@@ -556,7 +520,8 @@ def captions_of_sources(settings: Settings) -> list[Problem]:
             continue
         values = dict(own) if isinstance(own, Mapping) else own.model_dump()
         named = {f"captions.{key}": f"data.sources[{number}]" for key in section_types()["captions"].model_fields}
-        for clash in captions(Settings({"captions": values}, named)):
+        own_settings = Settings({"captions": values}, named)
+        for clash in [*captions(own_settings), *idle(own_settings)]:
             setting = f"data.sources[{number}].{clash.name} = {shown(values.get(clash.name.partition('.')[2]))}"
             found.append(Problem(f"{setting}: {clash.reason}.", clash.fix))
     return found

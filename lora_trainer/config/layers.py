@@ -16,9 +16,8 @@ from lora_trainer.config.contradictions import (
     Settings,
     captions_of_sources,
     contradictions,
-    give_way,
-    note_on,
     steps_and_epochs,
+    without_clashes,
     wrong_placeholder_tokens,
 )
 from lora_trainer.config.schema import Config, Section
@@ -83,21 +82,19 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             origin[name] = layer.name
             evidence[name] = layer.evidence.get(name, "")
     settings = Settings(merged, origin)
-    yielding, clashing = give_way(settings, contradictions(settings))
-    found.extend(
-        [
-            *steps_and_epochs(settings),
-            *captions_of_sources(settings),
-            *wrong_placeholder_tokens(settings),
-            *clashing,
-        ]
-    )
+    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *wrong_placeholder_tokens(settings)])
+    settings, notes = without_clashes(settings, contradictions(settings), found)
     if found:
         raise UsageError(found)
-    notes = tuple(note_on(settings, each) for each in yielding)
-    origin.update({each.name: each.origin for each in yielding})
-    evidence.update({each.name: "" for each in yielding})
-    return Resolved(Config.model_validate(settings.without(yielding)), origin, notes, evidence)
+    return resolved_as(settings, origin, evidence, notes)
+
+
+def resolved_as(
+    settings: Settings, before: Mapping[str, str], evidence: Mapping[str, str], notes: Iterable[str]
+) -> Resolved:
+    """Merged settings as a config. `before` says who set them until some gave way, which have no evidence then."""
+    kept = {name: clause if settings.origin[name] == before[name] else "" for name, clause in evidence.items()}
+    return Resolved(Config.model_validate(settings.values), settings.origin, tuple(notes), kept)
 
 
 def flattened(config: Config) -> dict[str, Any]:

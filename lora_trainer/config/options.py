@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from lora_trainer.config.contradictions import Settings, Yields, from_user, give_way, note_on
-from lora_trainer.config.layers import DEFAULT, Resolved
-from lora_trainer.config.schema import Config
+from lora_trainer.config.contradictions import Settings, Yields, from_user, without_clashes
+from lora_trainer.config.layers import DEFAULT, Resolved, resolved_as
 from lora_trainer.config.toml import section_types
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.errors import Problem, UsageError
 
 # setting -> (what the model must predict, why); a setting at its default needs nothing.
 NEEDS = {
@@ -69,15 +66,18 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
         if prediction == dropped_for and not from_user(settings.origin.get(name, DEFAULT))
     ]
     lacking = [
-        Yields(name, settings.default(name), f"the model predicts {prediction}, and {why}", f"Remove {name}.")
+        Yields(
+            name,
+            settings.default(name),
+            f"the model predicts {prediction}, and {why}",
+            f"Remove {name}.",
+            f"{DEFAULT} (the model lacks it)",
+        )
         for name, why in unsuited
         if settings[name] != settings.default(name)
     ]
-    dropped, problems = give_way(settings, lacking)
+    problems = list[Problem]()
+    left, notes = without_clashes(settings, lacking, problems)
     if problems:
         raise UsageError(problems)
-    values, origin = settings.without(dropped), dict(resolved.origin)
-    origin.update({each.name: f"{DEFAULT} (the model lacks it)" for each in dropped})
-    notes = (*resolved.notes, *(note_on(settings, each) for each in dropped))
-    evidence = {**resolved.evidence, **{each.name: "" for each in dropped}}
-    return replace(resolved, config=Config.model_validate(values), origin=origin, notes=notes, evidence=evidence)
+    return resolved_as(left, resolved.origin, resolved.evidence, (*resolved.notes, *notes))

@@ -11,7 +11,7 @@ def settings_that(on_resume: OnResume) -> tuple[str, ...]:
         f"{section}.{name}"
         for section, kind in section_types().items()
         for name, field in kind.model_fields.items()
-        if field.json_schema_extra == {"on_resume": on_resume}
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra["on_resume"] == on_resume
     )
 
 

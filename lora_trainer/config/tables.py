@@ -1,4 +1,4 @@
-"""Tables of names that some settings are checked against: adapters, optimizers, losses, weightings, families.
+"""Tables of names that some settings are checked against: adapters, optimizers, LR schedulers, losses, families.
 
 Their owners stand above the config, which must not import them: `lora_trainer/__init__.py` hands the tables over. They
 are the owners' own dicts, so that an entry added to one is a valid name at once.
@@ -6,7 +6,7 @@ are the owners' own dicts, so that an entry added to one is a valid name at once
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from pydantic import AfterValidator
@@ -20,6 +20,7 @@ class OptimizerTraits(Protocol):
     averages_weights: bool  # in place of an LR scheduler, of EMA and of SWA
     has_momentum: bool  # `optimizer.beta1`, which may change from step to step
     updates_apart: bool  # each parameter by its own gradient and state alone
+    reads: Collection[str]  # the settings that not every optimizer uses
 
 
 class AdapterTraits(Protocol):
@@ -39,6 +40,17 @@ def hand_over(setting: str, table: Mapping[str, Any]) -> None:
 def names_for(setting: str) -> tuple[str, ...]:
     """The names that a setting takes, in their table's order; none where it has no table."""
     return tuple(_tables.get(setting, ()))
+
+
+def reads(setting: str, name: str) -> Collection[str]:
+    """The other settings that the table's entry `name` reads."""
+    found: Collection[str] = _tables[setting][name].reads
+    return found
+
+
+def names_that_read(setting: str, other: str) -> tuple[str, ...]:
+    """The names of a table whose entries read the setting `other`."""
+    return tuple(name for name in names_for(setting) if other in reads(setting, name))
 
 
 def traits_of_optimizer(name: str) -> OptimizerTraits:

@@ -7,6 +7,7 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
@@ -117,6 +118,7 @@ def without_empty(value: Any) -> Any:
     return [without_empty(item) for item in value] if isinstance(value, list) else value
 
 
+@cache
 def section_types() -> Mapping[str, type[Section]]:
     """Each section's name and model, in the order of the schema."""
     found: dict[str, type[Section]] = {}

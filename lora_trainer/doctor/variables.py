@@ -168,6 +168,11 @@ VARIABLES: Mapping[str, Variable] = {
         "trains on the CPU, whatever GPU there is; `accelerate launch` sets it by `use_cpu` of its config",
         "to train on the CPU on purpose: then an unused GPU is no error",
     ),
+    "ACCELERATE_MIXED_PRECISION": Variable(
+        "GPUs",
+        "is `memory.weight_dtype`, above the presets; `accelerate launch` sets it, and others like it",
+        "to keep a precision in accelerate's config",
+    ),
     "CUDA_LAUNCH_BLOCKING": Variable(
         "Finding faults",
         "the CPU waits for every kernel, so a traceback names the right line; the GPU idles in between",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.contradictions import Settings, idle
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError, nearest
@@ -42,7 +44,7 @@ def with_data_files(layers: Sequence[Layer], problems: list[Problem], notes: lis
                 continue
             more = {key: value for key, value in source.items() if key != "path"} if isinstance(source, Mapping) else {}
             sources.extend({**each, **more} for each in settings.pop(SOURCES))
-            found.append(Layer(str(path), nested(settings)))
+            found.append(Layer(os.path.abspath(path), nested(settings)))
         assert isinstance(data, Mapping)
         found.append(Layer(layer.name, {**layer.values, "data": {**data, "sources": sources}}))
     return found
@@ -64,7 +66,19 @@ def data_file_settings(path: Path, notes: list[str]) -> dict[str, Any]:
             notes.append(f"{path}: {line.key}{value}: {line.why}")
     if reading.problems:
         raise UsageError(reading.problems)
+    for name, value, reason in without_idle_captions(reading.settings):
+        notes.append(f"{path}: {name} = {shown(value)} is skipped: {reason}")
     return reading.settings
+
+
+def without_idle_captions(settings: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """Remove settings of sources' own captions that do nothing with the others there: name, value and reason of each."""
+    found = []
+    for source in settings.get(SOURCES, ()):
+        own = source.get("captions", {})
+        clashes = idle(Settings({"captions": dict(own)}, {}))
+        found += [(each.name, own.pop(each.name.removeprefix("captions.")), each.reason) for each in clashes]
+    return found
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

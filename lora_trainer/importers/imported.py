@@ -27,7 +27,7 @@ from lora_trainer.importers import (
     onetrainer,
     simpletuner,
 )
-from lora_trainer.importers.data_files import nested
+from lora_trainer.importers.data_files import nested, without_idle_captions
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.reading import SOURCES, Line, Reading, Verdict
 
@@ -94,7 +94,7 @@ def _numbered(has_value: Sequence[bool], key: str) -> str | None:
 
 def _overridden(name: str, settings: Mapping[str, Any], origin: Mapping[str, str]) -> str:
     if name not in settings:
-        return f"{name} is skipped"
+        return f"{name} is skipped{': ' if name in origin else ''}{origin.get(name, '')}"
     return f"overridden: {name} = {shown(settings[name])} (from {origin.get(name, 'another key')})"
 
 
@@ -176,7 +176,8 @@ def finished(name: str, path: Path, reading: Reading) -> Imported:
         raise UsageError(reading.problems)
     config = _fitted(reading)
     lines = as_written(reading.lines, reading.settings, reading.origin)
-    return Imported(name, path, lines, reading.settings, reading.origin, config)
+    origin = {each: origin for each, origin in reading.origin.items() if each in reading.settings}
+    return Imported(name, path, lines, reading.settings, origin, config)
 
 
 def _fitted(reading: Reading) -> Config:
@@ -195,6 +196,8 @@ def _fitted(reading: Reading) -> Config:
             value = reading.settings.pop(name)
             why = "; ".join(problem.message for problem in problems)
             reading.lines.append(Line(reading.origin.pop(name), value, "changed", {}, f"skipped: {why}"))
+    for name, _, reason in without_idle_captions(reading.settings):
+        reading.origin.setdefault(name, reason)
     for _ in range(len(reading.settings)):
         values = {
             section: plain_values(kind, nested(reading.settings).get(section, {}))
@@ -206,9 +209,12 @@ def _fitted(reading: Reading) -> Config:
         for clash in clashes:
             key = reading.origin.get(clash.name, clash.name)
             old = reading.settings.pop(clash.name, None)
+            if clash.because:  # its own line says so (`as_written`)
+                reading.origin[clash.name] = clash.reason
+                continue
+            reading.origin.pop(clash.name, None)
             if clash.value is not None:
-                reading.settings[clash.name] = clash.value
-            reading.origin[clash.name] = clash.reason
+                reading.settings[clash.name], reading.origin[clash.name] = clash.value, clash.reason
             reading.lines.append(Line(key, old, "changed", {clash.name: clash.value}, clash.reason))
     return resolve([Layer(str(reading.path), nested(reading.settings))]).config
 

@@ -46,8 +46,10 @@ class OptimizerSpec:
     has_momentum: bool = False  # `beta1` of its groups, which may change from step to step
     updates_apart: bool = False  # each parameter by its own gradient and state alone, so some at a time can be updated
     eval_weight: Callable[[Optimizer, nn.Parameter], Tensor] | None = None
+    reads: Collection[str] = ()  # the settings that `build` passes on beside learning rate and weight decay
 
 
+BETAS = ("optimizer.beta1", "optimizer.beta2")
 # As peft names them: DoRA's magnitudes (a convolution's have four dimensions) and trained tokens.
 UNDECAYED = ("lora_magnitude_vector", "trainable_tokens", "token_embedding")
 
@@ -186,7 +188,7 @@ def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tenso
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     # torch's fused AdamW counts its steps in a tensor for each parameter.
     "adamw": OptimizerSpec(
-        adamw, full_tensors(2, numbers=1), skips_nonfinite=True, has_momentum=True, updates_apart=True
+        adamw, full_tensors(2, numbers=1), skips_nonfinite=True, has_momentum=True, updates_apart=True, reads=BETAS
     ),
     # bitsandbytes waits for the GPU after each parameter.
     "adamw8bit": OptimizerSpec(
@@ -197,6 +199,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         waits_for_gpu=True,
         has_momentum=True,
         updates_apart=True,
+        reads=BETAS,
     ),
     "paged_adamw8bit": OptimizerSpec(
         paged_adamw8bit,
@@ -206,9 +209,12 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         waits_for_gpu=True,
         has_momentum=True,
         updates_apart=True,
+        reads=BETAS,
     ),
     "adafactor": OptimizerSpec(adafactor, factored, library="transformers", updates_apart=True),
-    "lion": OptimizerSpec(lion, full_tensors(1), library="pytorch_optimizer", has_momentum=True, updates_apart=True),
+    "lion": OptimizerSpec(
+        lion, full_tensors(1), library="pytorch_optimizer", has_momentum=True, updates_apart=True, reads=BETAS
+    ),
     # Prodigy waits for the distance that it finds, from all weights together.
     "prodigy": OptimizerSpec(
         prodigy,
@@ -217,6 +223,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         waits_for_gpu=True,
         finds_learning_rate=True,
         has_momentum=True,
+        reads=BETAS,
     ),
     "adamw_schedulefree": OptimizerSpec(
         schedule_free,
@@ -224,6 +231,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         library="pytorch_optimizer",
         averages_weights=True,
         eval_weight=schedule_free_weight,
+        reads=BETAS,
     ),
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from lora_trainer.config.schema import Config, LrSchedulerSection, TrainSection
 from lora_trainer.optim.optimizers import OPTIMIZERS
@@ -34,13 +35,21 @@ def polynomial(progress: float, config: LrSchedulerSection) -> float:
     return float((1.0 - progress) ** config.power)
 
 
-SHAPES: dict[str, Shape] = {
-    "constant_with_warmup": constant,
-    "linear": linear,
-    "cosine": cosine,
-    "cosine_with_restarts": restarts,
-    "polynomial": polynomial,
-    "one_cycle": cosine,
+@dataclass(frozen=True)
+class LrScheduler:
+    """The shape of a schedule, and the settings of [lr_scheduler] that not every schedule uses."""
+
+    shape: Shape
+    reads: Collection[str] = ()
+
+
+SHAPES: dict[str, LrScheduler] = {
+    "constant_with_warmup": LrScheduler(constant),
+    "linear": LrScheduler(linear),
+    "cosine": LrScheduler(cosine),
+    "cosine_with_restarts": LrScheduler(restarts, reads=("lr_scheduler.cycles",)),
+    "polynomial": LrScheduler(polynomial, reads=("lr_scheduler.power",)),
+    "one_cycle": LrScheduler(cosine, reads=("lr_scheduler.cycle_momentum",)),
 }
 WARMUP_SHARE, ONE_CYCLE_WARMUP_SHARE = 0.03, 0.1
 # Of the peak learning rate, as in torch's OneCycleLR: `div_factor` 25, and `final_div_factor` 1e4 below that.
@@ -70,7 +79,7 @@ def lr_multiplier(config: LrSchedulerSection, step: int, total_steps: int) -> fl
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)
-    return min(1.0, max(0.0, SHAPES[config.name](min(1.0, progress), config)))
+    return min(1.0, max(0.0, SHAPES[config.name].shape(min(1.0, progress), config)))
 
 
 def one_cycle_phase(config: LrSchedulerSection, step: int, total_steps: int) -> tuple[bool, float]:

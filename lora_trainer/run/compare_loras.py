@@ -162,10 +162,9 @@ def compare_file(
     family, facts, images, gate = measured
     try:
         run = None if trained is None else run_files(lora)
-        prompts = list(config.sample.prompts) or list(
-            dict.fromkeys(plain_caption(each.caption) for each in images.every)
-        )
-        prompts = [prefixed(prompt, config.sample.prompt_prefix) for prompt in prompts[: config.sample.count]]
+        captions = list(dict.fromkeys(plain_caption(each.caption) for each in images.every))
+        prompts = config.sample.prompts or captions[: config.sample.count]
+        prompts = [prefixed(prompt, config.sample.prompt_prefix) for prompt in prompts]
         rows = rows_for(prompts, [config.train.seed])
         grid = Grid(rows, drawing_of(config, family, facts, (facts.resolution, facts.resolution)))
         model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))

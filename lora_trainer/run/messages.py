@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lora_trainer.config.layers import Resolved
+from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.presets import CHOSEN, presets
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import Problem, UsageError, UserError
@@ -256,7 +256,7 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
     for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
         for line in caption_lines(sample):
             console.print(f"  {line}", markup=False, soft_wrap=True)
-    for line in (*variant_lines(config, inputs, itemsize), *no_effect_notes(rules, inputs)):
+    for line in (*variant_lines(config, inputs, itemsize), *no_effect_notes(config, rules, inputs)):
         console.print(line, markup=False)
 
 
@@ -286,11 +286,23 @@ def variant_lines(config: Config, inputs: Inputs, itemsize: int) -> list[str]:
     return lines
 
 
-def no_effect_notes(rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
-    """Caption settings that do nothing with the others as they are."""
-    notes = []
-    if any(own.keep_tokens and not (own.shuffle or own.tag_dropout) for own in rules):
-        notes.append("note: captions.keep_tokens does nothing without captions.shuffle or captions.tag_dropout")
+def overridden_by_sources(config: Config) -> list[str]:
+    """A line on each setting of all data that does nothing, because every source has its own."""
+    own = {f"data.{key}": key for key in ("crop", "flip", "color_variants", "resolutions")}
+    own |= {f"captions.{key}": "captions" for key in CaptionsSection.model_fields}
+    values, usual = flattened(config), flattened(Config())
+    return [
+        f"{name} does nothing: every source of data.sources has its own {key}"
+        for name, key in own.items()
+        if config.data.sources
+        and values[name] != usual[name]
+        and all(getattr(source, key) is not None for source in config.data.sources)
+    ]
+
+
+def no_effect_notes(config: Config, rules: Sequence[CaptionsSection], inputs: Inputs) -> list[str]:
+    """Settings of the data that do nothing with the others as they are."""
+    notes = [f"note: {line}" for line in overridden_by_sources(config)]
     for sample in inputs.report.samples if any(own.wildcards for own in rules) else ():
         choices, variants = most_choices(sample, rules), rules[sample.source].variants
         if choices > variants:

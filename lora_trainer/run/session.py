@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from lora_trainer.config.schema import Config
+from lora_trainer.config.schema import Config, TrainSection
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import describe_idle_gpus
@@ -75,6 +75,10 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
+    for name in ("gradient_compression", "process_timeout_minutes"):
+        value = getattr(order.config.train, name)
+        if processes.world == 1 and value != TrainSection.model_fields[name].default:  # a run may continue with several
+            order.console.print(f"train.{name}={shown(value)}: does nothing in a run of one process")
     another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
     is_one = processes.world == 1 and choices.second_gpu is None
     if is_one and not cpu_requested() and (idle := describe_idle_gpus(1, another)):

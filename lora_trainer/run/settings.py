@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from lora_trainer.config.contradictions import from_user
+from lora_trainer.config.contradictions import OF_MEASUREMENTS, from_user
 from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.presets import family_layers, refuse_other_family
-from lora_trainer.config.schema import Config, GatesSection
+from lora_trainer.config.schema import Config, GatesSection, SampleSection
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.schema.types import Flavor, PredictionType
 from lora_trainer.config.toml import EMPTY
@@ -17,7 +17,8 @@ from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.detection import detect_family
-from lora_trainer.models.family import USUAL_FAMILY
+from lora_trainer.models.family import USUAL_FAMILY, Family, ModelFacts
+from lora_trainer.run.accelerate_settings import accelerate_layers, as_note
 from lora_trainer.run.bases import find as bases
 from lora_trainer.run.bases.names import as_hub_part
 
@@ -32,7 +33,7 @@ def settle(
     builtin_if_none: bool = True,
     say: Callable[[str], None] = bases.on_stderr,
 ) -> Resolved:
-    """Family preset, presets and the user's layers (files, flags) as one config; later wins.
+    """Family preset, presets, accelerate and the user's layers (files, flags) as one config; later wins.
 
     Without a model the built-in model's preset applies, unless `builtin_if_none` is false.
     A model of a hub is pinned to its current commit. Raises UsageError with `problems` first, then every error in any
@@ -41,13 +42,15 @@ def settle(
     found = list(problems)
     notes: list[str] = []
     user = with_data_files(user, found, notes)
+    accelerate = accelerate_layers(found)
+    notes += map(as_note, accelerate)
     wrong = list(found)
-    for layer in (*presets, *user):
+    for layer in (*presets, *accelerate, *user):
         valid_settings(layer, wrong)
     # Refused settings make no request to a hub.
     family, is_builtin, pinned = _family_of(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
     found += refuse_other_family(presets, family) if family != EMPTY else []
-    resolved = resolve([*family_layers(family, builtin=is_builtin), *presets, *user, *pinned], found)
+    resolved = resolve([*family_layers(family, builtin=is_builtin), *presets, *accelerate, *user, *pinned], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
 
@@ -70,6 +73,30 @@ def refuse_unmeasured(gates: GatesSection) -> None:
         message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
         fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
         raise UsageError(Problem(message, fix))
+
+
+def refuse_unchecked(resolved: Resolved) -> None:
+    """Raise UsageError for settings of a check that the user turned off; `validate` uses them whatever it is."""
+    gates, origin = resolved.config.gates, resolved.origin["gates.lora_check"]
+    if gates.lora_check != "off" or not from_user(origin) or origin.startswith(OF_MEASUREMENTS):
+        return
+    usual = GatesSection()
+    if idle := [name for name in ("compare", "encoder", "unresolved") if getattr(gates, name) != getattr(usual, name)]:
+        message = f"gates.{idle[0]} does nothing while gates.lora_check is off."
+        raise UsageError(Problem(message, f"Set gates.lora_check=lite or full, or remove gates.{idle[0]}."))
+
+
+def refuse_guidance(resolved: Resolved, family: Family, facts: ModelFacts) -> None:
+    """Raise UsageError for a guidance scale of the user's that the model does not take; 1 or less asks for none."""
+    scale, usual = resolved.config.sample.guidance_scale, SampleSection().guidance_scale
+    of_family = [
+        layer.values.get("sample", {}).get("guidance_scale") for layer in family_layers(family.name, builtin=False)
+    ]
+    is_asked_for = from_user(resolved.origin["sample.guidance_scale"]) and scale > 1.0
+    if not is_asked_for or scale in (usual, *of_family) or family.pipeline.sampling_defaults(facts.path).guided:
+        return
+    message = f"sample.guidance_scale is {scale:g}, but {facts.name} is sampled without guidance."
+    raise UsageError(Problem(message, "Remove it."))
 
 
 def _family_of(

@@ -66,7 +66,7 @@ from lora_trainer.run.inputs import (
 )
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.settings import refuse_missing_attention, refuse_unmeasured
+from lora_trainer.run.settings import refuse_guidance, refuse_missing_attention, refuse_unchecked, refuse_unmeasured
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -109,6 +109,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     resolved, folder, console, enforce_gates = order.resolved, order.folder, order.console, order.enforce_gates
     if enforce_gates:
         refuse_unmeasured(resolved.config.gates)
+    refuse_unchecked(resolved)
     if not dry_run:
         refuse_missing_attention(resolved)
         # A run reports the default tracker where its library is missing, and does without it.
@@ -196,6 +197,7 @@ def for_its_model(order: Order) -> tuple[Order, tuple[Family, ModelFacts]]:
     """
     suits = partial(suited, order.resolved)
     family, facts = read_model(order.config, order.families, weights=False, suits=suits)
+    refuse_guidance(order.resolved, family, facts)
     resolved = suits(facts.prediction)
     for note in resolved.notes[len(order.resolved.notes) :]:
         order.console.print(note)

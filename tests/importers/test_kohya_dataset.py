@@ -36,6 +36,7 @@ def test_subset_beats_dataset_beats_general(tmp_path: Path) -> None:
         """
         [general]
         flip_aug = true
+        shuffle_caption = true
         keep_tokens = 1
         [[datasets]]
         resolution = 512

@@ -76,6 +76,8 @@ class Bench:
         if command == "produce":  # enforcing the gate needs its score
             values["gates.lora_check"] = "lite"
         values |= {key.replace("__", "."): str(value) for key, value in settings.items()}
+        if "sample.prompts" in values:  # as many as it names
+            del values["sample.count"]
         chosen = [part for key, value in values.items() if value != "None" for part in ("--set", f"{key}={value}")]
         places = ["--model", str(self.model), "--data", str(self.data), "--output", str(self.output), "--name", name]
         return [command, *places, "--max-steps", str(steps), *chosen, *extra]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from lora_trainer.config.schema.types import (
+    ON,
     Count,
     CountOrZero,
     CropName,
@@ -21,6 +22,8 @@ from lora_trainer.config.schema.types import (
     Side,
     setting,
 )
+
+OF_TAGS = {"captions.shuffle": ON, "captions.tag_dropout": ON}
 
 
 class ModelSection(Section):
@@ -90,10 +93,16 @@ class TextEncoderSection(Section):
         "train a LoRA on each text encoder with its own learning rate, in the model's order: `[5e-5]`, `[5e-5, 1e-5]`; T5 comes after CLIP; 0 does not train that one, empty trains none",
     )
     lora_rank: Annotated[int, Field(ge=1, le=4096)] | None = setting(
-        None, "fixed", "rank of the text encoders' LoRA; empty means `lora.rank`"
+        None,
+        "fixed",
+        "rank of the text encoders' LoRA; empty means `lora.rank`",
+        needs={"text_encoder.learning_rates": ON},
     )
     lora_alpha: Positive | None = setting(
-        None, "fixed", "alpha of the text encoders' LoRA; empty means alpha = its rank"
+        None,
+        "fixed",
+        "alpha of the text encoders' LoRA; empty means alpha = its rank",
+        needs={"text_encoder.learning_rates": ON},
     )
 
 
@@ -107,12 +116,20 @@ class TextualInversionSection(Section):
         "fixed",
         "tokens to learn, such as `<zobo>`; put signs around them that no other word has, and use them in captions like any word",
     )
-    num_vectors: Annotated[int, Field(ge=1, le=64)] = setting(4, "fixed", "embeddings of each learned token")
+    num_vectors: Annotated[int, Field(ge=1, le=64)] = setting(
+        4, "fixed", "embeddings of each learned token", needs={"textual_inversion.placeholder_tokens": ON}
+    )
     initializer_token: Annotated[str, Field(min_length=1)] | None = setting(
-        None, "fixed", "words whose embeddings the learned tokens start from; empty starts from the mean of all"
+        None,
+        "fixed",
+        "words whose embeddings the learned tokens start from; empty starts from the mean of all",
+        needs={"textual_inversion.placeholder_tokens": ON},
     )
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
-        1e-3, "changes training", "learning rate of the new embeddings"
+        1e-3,
+        "changes training",
+        "learning rate of the new embeddings",
+        needs={"textual_inversion.placeholder_tokens": ON},
     )
 
 
@@ -127,9 +144,16 @@ class CaptionsSection(Section):
         "fixed in effect",
         "column of tables, or key of JSON, that holds captions; empty takes `text`, `caption`, `prompt` or `tags`",
     )
-    separator: Annotated[str, Field(min_length=1)] = setting(",", "fixed", "text between tags")
+    separator: Annotated[str, Field(min_length=1)] = setting(
+        ",",
+        "fixed",
+        "text between tags",
+        needs=OF_TAGS | {"captions.trigger_word": ON, "captions.keep_tokens_separator": ON},
+    )
     shuffle: bool = setting(False, "fixed", "shuffle the tags each time")
-    keep_tokens: CountOrZero = setting(0, "fixed", "tags at the front that are neither shuffled nor dropped")
+    keep_tokens: CountOrZero = setting(
+        0, "fixed", "tags at the front that are neither shuffled nor dropped", needs=OF_TAGS
+    )
     keep_tokens_separator: str | None = setting(
         None, "fixed", "text in the caption after the tags to keep at the front, such as `|||`"
     )
@@ -146,7 +170,10 @@ class CaptionsSection(Section):
     dropout: Share = setting(0.0, "fixed", "share of samples trained with an empty caption")
     dropout_every_n_epochs: CountOrZero = setting(0, "fixed", "empty all captions in every n-th epoch; 0 means never")
     variants: Annotated[int, Field(ge=1, le=256)] = setting(
-        8, "fixed", "texts cached for each caption where shuffle, wildcards or tag dropout change it"
+        8,
+        "fixed",
+        "texts cached for each caption where shuffle, wildcards or tag dropout change it",
+        needs=OF_TAGS | {"captions.wildcards": ON, "captions.variants": (1,)},
     )
 
     @property
@@ -211,6 +238,7 @@ class DataSection(Section):
         (),
         "fixed in effect",
         "prompts of the class images, in turn; empty means a list of people, animals, places and things",
+        needs={"data.num_class_images": ON},
     )
     resolution: Side | None = setting(
         None,
@@ -237,7 +265,9 @@ class DataSection(Section):
     bucket_min: Side | None = setting(None, "fixed", "shortest side of a bucket in pixels; empty means no limit")
     bucket_max: Side | None = setting(None, "fixed", "longest side of a bucket in pixels; empty means no limit")
     crop: CropName = setting("center", "fixed", "which part to crop; `random` caches `data.crop_variants` crops")
-    crop_variants: Annotated[int, Field(ge=1, le=64)] = setting(4, "fixed", "crops cached of each image by `random`")
+    crop_variants: Annotated[int, Field(ge=1, le=64)] = setting(
+        4, "fixed", "crops cached of each image by `random`", needs={"data.crop": ("random",)}
+    )
     flip: bool = setting(False, "fixed", "mirror the image every other time; both are cached")
     color_variants: CountOrZero = setting(
         0, "fixed", "further versions of each image with slightly changed brightness, contrast, saturation and hue"

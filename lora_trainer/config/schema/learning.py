@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lora_trainer.config.schema.types import (
+    ON,
+    READS,
     AdapterName,
     CompressionName,
     Count,
@@ -69,7 +71,10 @@ class LoraSection(Section):
         "LoRA+ (arXiv:2402.12354): learning rate of the up projections over that of the down projections; 16 is the paper's, 4 is milder",
     )
     loraplus_text_encoder_lr_ratio: Positive | None = setting(
-        None, "fixed", "the same of the text encoders' LoRA; empty means `loraplus_lr_ratio`"
+        None,
+        "fixed",
+        "the same of the text encoders' LoRA; empty means `loraplus_lr_ratio`",
+        needs={"text_encoder.learning_rates": ON},
     )
     timestep_min_rank: Annotated[int, Field(ge=1, le=4096)] | None = setting(
         None,
@@ -77,7 +82,10 @@ class LoraSection(Section):
         "T-LoRA (arXiv:2507.05964), for a few images: rows of the denoiser's LoRA that are trained at the most noise, more at less noise, up to `rank`; half of `rank` is the paper's",
     )
     timestep_rank_exponent: Positive = setting(
-        1.0, "changes training", "how fast the rows grow as the noise falls: 1 evenly, above 1 later"
+        1.0,
+        "changes training",
+        "how fast the rows grow as the noise falls: 1 evenly, above 1 later",
+        needs={"lora.timestep_min_rank": ON},
     )
     lokr_factor: Annotated[int, Field(ge=-1, le=4096)] = setting(
         -1,
@@ -103,8 +111,12 @@ class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
         1e-4, "changes training", "peak learning rate; for `prodigy` a factor on the one that it finds, 1.0 unless set"
     )
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.9, "fixed", "decay of the mean of the gradients")
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.999, "fixed", "decay of the mean of their squares")
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
+        0.9, "fixed", "decay of the mean of the gradients", needs={"optimizer.name": READS}
+    )
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
+        0.999, "fixed", "decay of the mean of their squares", needs={"optimizer.name": READS}
+    )
     weight_decay: NotNegative = setting(
         0.01, "fixed", "decoupled weight decay; none on biases, norms and learned tokens"
     )
@@ -126,7 +138,10 @@ class OptimizerSection(Section):
         "Gaussian noise on the clipped gradient: its variance at step 0, eta in arXiv:1511.06807; 0 adds none",
     )
     gradient_noise_decay: NotNegative = setting(
-        0.55, "changes training", "gamma: the variance at step t is gradient_noise / (1 + t)^gamma"
+        0.55,
+        "changes training",
+        "gamma: the variance at step t is gradient_noise / (1 + t)^gamma",
+        needs={"optimizer.gradient_noise": ON},
     )
     stochastic_rounding: bool = setting(
         False,
@@ -142,18 +157,29 @@ class LrSchedulerSection(Section):
     warmup_steps: CountOrZero | None = setting(
         None, "changes training", "warm-up steps; empty means 3 % of the steps, 10 % for `one_cycle`"
     )
-    cycles: Count = setting(3, "changes training", "cycles of `cosine_with_restarts`")
-    power: Positive = setting(2.0, "changes training", "exponent of `polynomial`; 1 is `linear`")
+    cycles: Count = setting(
+        3, "changes training", "cycles of `cosine_with_restarts`", needs={"lr_scheduler.name": READS}
+    )
+    power: Positive = setting(
+        2.0, "changes training", "exponent of `polynomial`; 1 is `linear`", needs={"lr_scheduler.name": READS}
+    )
     cycle_momentum: bool = setting(
         False,
         "changes training",
         "`one_cycle` also moves `optimizer.beta1`: down to `base_momentum` while the learning rate rises, then up again",
+        needs={"lr_scheduler.name": READS},
     )
     base_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
-        0.85, "changes training", "beta1 at the peak of the learning rate, with `cycle_momentum`"
+        0.85,
+        "changes training",
+        "beta1 at the peak of the learning rate, with `cycle_momentum`",
+        needs={"lr_scheduler.cycle_momentum": ON},
     )
     max_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
-        0.95, "changes training", "beta1 at the first and the last step, with `cycle_momentum`"
+        0.95,
+        "changes training",
+        "beta1 at the first and the last step, with `cycle_momentum`",
+        needs={"lr_scheduler.cycle_momentum": ON},
     )
 
 
@@ -164,7 +190,9 @@ class NoiseSection(Section):
     multires_iterations: Annotated[int, Field(ge=0, le=16)] = setting(
         0, "changes training", "multi-resolution noise: number of coarser levels added"
     )
-    multires_discount: Share = setting(0.3, "changes training", "weight of each coarser level")
+    multires_discount: Share = setting(
+        0.3, "changes training", "weight of each coarser level", needs={"noise.multires_iterations": ON}
+    )
     input_perturbation: Share = setting(
         0.0,
         "changes training",
@@ -185,11 +213,22 @@ class FlowSection(Section):
         "`uniform`, `logit_normal` (more in the middle) or `mode` (also more in the middle, but never few at the ends)",
     )
     logit_mean: Annotated[float, Field(allow_inf_nan=False)] = setting(
-        0.0, "changes training", "mean of `logit_normal`; above 0 more noise"
+        0.0,
+        "changes training",
+        "mean of `logit_normal`; above 0 more noise",
+        needs={"flow.timestep_sampling": ("logit_normal",)},
     )
-    logit_std: Positive = setting(1.0, "changes training", "standard deviation of `logit_normal`")
+    logit_std: Positive = setting(
+        1.0,
+        "changes training",
+        "standard deviation of `logit_normal`",
+        needs={"flow.timestep_sampling": ("logit_normal",)},
+    )
     mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = setting(
-        1.29, "changes training", "how strongly `mode` prefers the middle; below 0 the ends, 0 is `uniform`"
+        1.29,
+        "changes training",
+        "how strongly `mode` prefers the middle; below 0 the ends, 0 is `uniform`",
+        needs={"flow.timestep_sampling": ("mode",)},
     )
     shift: Annotated[float, Field(gt=0.0, le=100.0)] | Literal["model", "resolution"] = setting(
         "model",
@@ -202,22 +241,34 @@ class LossSection(Section):
     """The loss of a sample and its weight."""
 
     type: LossName = setting("mse", "changes training", "`mse`, or `huber`, which is less sensitive to large errors")
-    huber_delta: Positive = setting(0.1, "changes training", "error above which `huber` grows linearly")
+    huber_delta: Positive = setting(
+        0.1, "changes training", "error above which `huber` grows linearly", needs={"loss.type": ("huber",)}
+    )
     weighting: WeightingName = setting(
         "min_snr",
         "changes training",
         "how much a timestep counts: `min_snr` counts all alike until `min_snr_gamma` is set; `debiased` (arXiv:2310.08442); `v_as_epsilon` for models that predict velocity",
     )
     min_snr_gamma: Positive | None = setting(
-        None, "changes training", "min-SNR weighting (arXiv:2303.09556); 5 is usual"
+        None,
+        "changes training",
+        "min-SNR weighting (arXiv:2303.09556); 5 is usual",
+        needs={"loss.weighting": ("min_snr",)},
     )
-    prior_loss_weight: NotNegative = setting(1.0, "changes training", "factor on the loss of regularization images")
+    prior_loss_weight: NotNegative = setting(
+        1.0,
+        "changes training",
+        "factor on the loss of regularization images",
+        needs={"data.num_class_images": ON, "source.is_reg": ON},
+    )
     guidance_target: Annotated[float, Field(gt=1.0, le=30.0)] | None = setting(
         None,
         "changes training",
         "guidance scale in the target, for distilled models: the target is moved away from the base model's own prediction for the empty caption, so that the LoRA does not unlearn the distilled guidance; 3 to 3.5 is usual, and a step takes one more forward pass",
     )
-    unmasked_weight: Share = setting(0.0, "changes training", "weight of a masked image's loss where its mask is black")
+    unmasked_weight: Share = setting(
+        0.0, "changes training", "weight of a masked image's loss where its mask is black", needs={"source.masks": ON}
+    )
 
 
 class TrainSection(Section):
@@ -256,11 +307,14 @@ class TrainSection(Section):
         "fixed in effect",
         "SWA (arXiv:1803.05407): from this step on, or from this share of the steps, the mean of the trained weights is what is validated and exported, in place of EMA; 0.75 is usual",
     )
-    swa_every_n_steps: Count = setting(10, "fixed", "steps between two weights that SWA averages")
+    swa_every_n_steps: Count = setting(
+        10, "fixed", "steps between two weights that SWA averages", needs={"train.swa_start": ON}
+    )
     swa_learning_rate: Positive | None = setting(
         None,
         "changes training",
         "constant learning rate from `swa_start` on; empty keeps the one that the LR scheduler has there",
+        needs={"train.swa_start": ON},
     )
     gradient_compression: CompressionName | None = setting(
         None,
@@ -298,7 +352,10 @@ class SafeguardsSection(Section):
         "for a loss or gradient that is NaN or infinite: `skip` the step, `rollback` to the last checkpoint and halve the learning rate, or `stop`",
     )
     max_nonfinite_steps: Count = setting(
-        10, "changes training", "such steps in a row, or rollbacks, after which the run stops"
+        10,
+        "changes training",
+        "such steps in a row, or rollbacks, after which the run stops",
+        needs={"safeguards.on_nonfinite": ("skip", "rollback")},
     )
     grad_spike_factor: Positive | None = setting(
         None,
@@ -306,16 +363,22 @@ class SafeguardsSection(Section):
         "warn when a gradient norm is this many times its usual size, and name the images; try 10",
     )
     reduce_lr_on_plateau: bool = setting(
-        False, "changes training", "lower the learning rate when the validation loss stops falling"
+        False,
+        "changes training",
+        "lower the learning rate when the validation loss stops falling",
+        needs={"validation.every_n_steps": ON},
     )
     plateau_window: Annotated[int, Field(ge=2)] = setting(
-        10, "changes training", "validations that a plateau must last"
+        10, "changes training", "validations that a plateau must last", needs={"safeguards.reduce_lr_on_plateau": ON}
     )
     plateau_spread: Positive = setting(
-        0.001, "changes training", "largest difference between them that counts as a plateau"
+        0.001,
+        "changes training",
+        "largest difference between them that counts as a plateau",
+        needs={"safeguards.reduce_lr_on_plateau": ON},
     )
     plateau_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
-        0.5, "changes training", "factor on the learning rate"
+        0.5, "changes training", "factor on the learning rate", needs={"safeguards.reduce_lr_on_plateau": ON}
     )
     clip_on_loss_spike: bool = setting(
         False,
@@ -323,23 +386,35 @@ class SafeguardsSection(Section):
         "clip gradients harder and lower the learning rate after a spike of the smoothed loss",
     )
     loss_spike_ratio: Annotated[float, Field(gt=1.0)] = setting(
-        1.5, "changes training", "growth that counts as a spike"
+        1.5, "changes training", "growth that counts as a spike", needs={"safeguards.clip_on_loss_spike": ON}
     )
     loss_spike_clip: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
-        0.5, "changes training", "factor on the clipping norm"
+        0.5, "changes training", "factor on the clipping norm", needs={"safeguards.clip_on_loss_spike": ON}
     )
     loss_spike_lr: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
         0.5,
         "changes training",
         "factor on the learning rate, from then on; 1 only clips, which changes little with AdamW",
+        needs={"safeguards.clip_on_loss_spike": ON},
     )
     early_stopping: bool = setting(
-        False, "changes training", "stop when the validation loss stops falling, and export the best weights"
+        False,
+        "changes training",
+        "stop when the validation loss stops falling, and export the best weights",
+        needs={"validation.every_n_steps": ON},
     )
     early_stopping_metric: EarlyStoppingMetricName = setting(
         "loss",
         "changes training",
         "what early stopping watches: `loss`, the validation loss, or `agreement`, how often images fit their own captions best",
+        needs={"safeguards.early_stopping": ON},
     )
-    patience: Count = setting(10, "changes training", "validations in a row without a better one that end the run")
-    min_delta: NotNegative = setting(0.0, "changes training", "smallest change that counts as better")
+    patience: Count = setting(
+        10,
+        "changes training",
+        "validations in a row without a better one that end the run",
+        needs={"safeguards.early_stopping": ON},
+    )
+    min_delta: NotNegative = setting(
+        0.0, "changes training", "smallest change that counts as better", needs={"safeguards.early_stopping": ON}
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lora_trainer.config.schema.types import (
+    ON,
     AttentionName,
     Blocks,
     CheckpointingMode,
@@ -34,6 +35,7 @@ class MemorySection(Section):
         "full",
         "changes rounding",
         "what a checkpointed block recomputes: `full` all of it, `selective` everything but attention and matmuls",
+        needs={"memory.gradient_checkpointing": ON},
     )
     weight_dtype: Precision = setting(
         "bf16",
@@ -41,7 +43,10 @@ class MemorySection(Section):
         "precision of the frozen base model and of the forward pass; `fp8` and `int8` store weights in 8 bits and `nf4` in 4, and compute in bf16 or fp16",
     )
     int8_matmul: bool = setting(
-        False, "changes rounding", "also multiply in int8 if the base model is stored in int8: faster on GeForce GPUs"
+        False,
+        "changes rounding",
+        "also multiply in int8 if the base model is stored in int8: faster on GeForce GPUs",
+        needs={"memory.weight_dtype": ("int8",)},
     )
     blocks_to_swap: Literal["auto"] | CountOrZero = setting(
         "auto",
@@ -77,11 +82,16 @@ class CompileSection(Section):
     enabled: bool | Literal["auto"] = setting(
         False, "changes rounding", "compile the denoiser's blocks; `auto` on a GPU, in runs of 1,500 steps or more"
     )
-    mode: CompileMode = setting("default", "changes rounding", "mode of torch.compile")
+    mode: CompileMode = setting("default", "changes rounding", "mode of torch.compile", needs={"compile.enabled": ON})
     dynamic: bool | Literal["auto"] = setting(
-        "auto", "changes rounding", "one compilation for all sizes; `auto` compiles each size while they are few"
+        "auto",
+        "changes rounding",
+        "one compilation for all sizes; `auto` compiles each size while they are few",
+        needs={"compile.enabled": ON},
     )
-    fullgraph: bool = setting(False, "changes rounding", "treat a graph break as an error")
+    fullgraph: bool = setting(
+        False, "changes rounding", "treat a graph break as an error", needs={"compile.enabled": ON}
+    )
 
 
 class HardwareSection(Section):

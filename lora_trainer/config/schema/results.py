@@ -7,6 +7,10 @@ from typing import Annotated
 from pydantic import Field
 
 from lora_trainer.config.schema.types import (
+    EMPTY,
+    NOT_0,
+    ON,
+    READS,
     CompareName,
     Count,
     CountOrZero,
@@ -21,6 +25,8 @@ from lora_trainer.config.schema.types import (
     UnresolvedName,
     setting,
 )
+
+OF_VALIDATION = {"validation.split": NOT_0, "validation.fold": ON}  # images that are kept for it
 
 
 class CheckpointSection(Section):
@@ -39,7 +45,12 @@ class CheckpointSection(Section):
     export_every_n_epochs: CountOrZero = setting(
         0, "changes nothing", "epochs between LoRA files there, in addition; 0 means none"
     )
-    export_keep_last: CountOrZero = setting(0, "changes nothing", "newest LoRA files to keep there; 0 keeps all")
+    export_keep_last: CountOrZero = setting(
+        0,
+        "changes nothing",
+        "newest LoRA files to keep there; 0 keeps all",
+        needs={"checkpoint.export_every_n_steps": ON, "checkpoint.export_every_n_epochs": ON},
+    )
     wait_minutes: NotNegative = setting(
         60.0, "changes nothing", "how long a run waits, paused, for space on a full disk before it stops"
     )
@@ -51,6 +62,7 @@ class CheckpointSection(Section):
         0,
         "changes nothing",
         "also keep so many checkpoints with the lowest validation loss at their step; 0 keeps none",
+        needs={"validation.every_n_steps": ON},
     )
     save_state: bool = setting(
         True,
@@ -66,6 +78,7 @@ class CheckpointSection(Section):
         4.0,
         "changes nothing",
         "space that a run may take in `scratch`; what does not fit is written to the run's folder",
+        needs={"checkpoint.scratch": ON},
     )
     export_weights: ExportWeightsName = setting(
         "best", "changes training", "weights to export: `best` has the lowest validation loss, `last` is the last step"
@@ -80,7 +93,10 @@ class ValidationSection(Section):
 
     # Which step is the best, and what the safeguards do, depends on when it is measured.
     every_n_steps: CountOrZero = setting(
-        100, "changes training", "steps between validations; 0 validates only at the end"
+        100,
+        "changes training",
+        "steps between validations; 0 validates only at the end",
+        needs=OF_VALIDATION | {"validation.every_n_steps": (0,)},
     )
     split: Annotated[float, Field(ge=0.0, le=0.5)] | None = setting(
         None,
@@ -91,8 +107,9 @@ class ValidationSection(Section):
         True,
         "changes nothing",
         "also measure how often images fit their own captions better than others', where four validation images have different ones; about 3 % of the training",
+        needs=OF_VALIDATION,
     )
-    split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images")
+    split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images", needs=OF_VALIDATION)
     fold: Annotated[int, Field(ge=0, le=2)] = setting(
         0,
         "fixed",
@@ -117,7 +134,9 @@ class SampleSection(Section):
         "changes nothing",
         "control images of `sample.prompts` for edit models: those of the first prompt, then those of the second, as many for each as the model is trained with; empty means the dataset's",
     )
-    count: Count = setting(2, "changes nothing", "number of prompts taken from the dataset")
+    count: Count = setting(
+        2, "changes nothing", "number of prompts taken from the dataset", needs={"sample.prompts": EMPTY}
+    )
     num_inference_steps: Count | None = setting(
         None, "changes nothing", "sampler steps; empty means the model's usual number"
     )
@@ -168,14 +187,21 @@ class ProfileSection(Section):
     enabled: bool = setting(
         False, "changes nothing", "profile steps of the run into its folder `profile`, as `--profile` does"
     )
-    wait: CountOrZero = setting(2, "changes nothing", "steps before the profiler starts, in each repetition")
-    warmup: Count = setting(2, "changes nothing", "steps that the profiler then runs without recording")
-    active: Count = setting(6, "changes nothing", "steps that it then records")
-    repeat: Count = setting(1, "changes nothing", "how often that is done; each has its own trace")
+    wait: CountOrZero = setting(
+        2, "changes nothing", "steps before the profiler starts, in each repetition", needs={"profile.enabled": ON}
+    )
+    warmup: Count = setting(
+        2, "changes nothing", "steps that the profiler then runs without recording", needs={"profile.enabled": ON}
+    )
+    active: Count = setting(6, "changes nothing", "steps that it then records", needs={"profile.enabled": ON})
+    repeat: Count = setting(
+        1, "changes nothing", "how often that is done; each has its own trace", needs={"profile.enabled": ON}
+    )
     details: bool = setting(
         False,
         "changes nothing",
         "also record memory and sample Python stacks; `--profile long` sets it, with 10, 10 and 20 steps",
+        needs={"profile.enabled": ON},
     )
 
 
@@ -197,13 +223,19 @@ class RunSection(Section):
         "what shows the run while it trains, beside the JSON lines of its folder: `tensorboard`, `wandb`, `trackio`; see docs/trackers.md",
     )
     tracker_project: Annotated[str, Field(min_length=1)] = setting(
-        "lora-trainer", "changes nothing", "project that W&B and trackio show the run in"
+        "lora-trainer", "changes nothing", "project that W&B and trackio show the run in", needs={"run.trackers": READS}
     )
     log_artifacts: bool = setting(
-        True, "changes nothing", "give W&B the LoRA files, the report and the samples at the end of the run"
+        True,
+        "changes nothing",
+        "give W&B the LoRA files, the report and the samples at the end of the run",
+        needs={"run.trackers": READS},
     )
     tracker_wait_seconds: Positive = setting(
-        60.0, "changes nothing", "how long the end of a run waits for trackers to send what they have"
+        60.0,
+        "changes nothing",
+        "how long the end of a run waits for trackers to send what they have",
+        needs={"run.trackers": ON},
     )
     on_finish: str | None = setting(
         None,
@@ -214,5 +246,8 @@ class RunSection(Section):
         None, "changes nothing", "the same for a run that was refused, failed, or was stopped by a signal"
     )
     command_seconds: Positive = setting(
-        60.0, "changes nothing", "how long `on_finish` and `on_failure` may take before they are ended"
+        60.0,
+        "changes nothing",
+        "how long `on_finish` and `on_failure` may take before they are ended",
+        needs={"run.on_finish": ON, "run.on_failure": ON},
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -65,9 +66,20 @@ class Section(BaseModel):
 OnResume = Literal["fixed", "fixed in effect", "changes training", "changes rounding", "changes nothing"]
 
 
+# What another setting must be so that a field acts: one of these values, or
+ON = "on"  # neither empty, false, 0 nor "off"
+NOT_0 = "not 0"  # anything but 0: empty lets the run choose
+EMPTY = "empty"  # not set
+READS = "reads"  # a name whose entry in its table lists the field among its `reads`
+Wanted = tuple[str | float, ...] | str
+
 Value = TypeVar("Value")
 
 
-def setting(default: Value, on_resume: OnResume, description: str) -> Value:
-    """A field of a section: its default, what it means for a resumed run, and what it is."""
-    return Field(default, description=description, json_schema_extra={"on_resume": on_resume})
+def setting(default: Value, on_resume: OnResume, description: str, needs: Mapping[str, Wanted] | None = None) -> Value:
+    """A field of a section: its default, what it means for a resumed run, what it is, and what it needs.
+
+    `needs` names the settings of which one must be as it says, else the field does nothing (`config/needs.py`).
+    """
+    extra: Any = {"on_resume": on_resume, "needs": {**(needs or {})}}
+    return Field(default, description=description, json_schema_extra=extra)

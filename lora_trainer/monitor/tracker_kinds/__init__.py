@@ -7,7 +7,7 @@ does at the end of the process must not take longer than the run waited.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -16,17 +16,18 @@ from lora_trainer.core.errors import Problem
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """The library that a tracker imports, what pip installs for it, and the name that people know it by."""
+    """The library that a tracker imports, what pip installs for it, the name that people know it by, and settings it reads."""
 
     library: str
     requirement: str
     title: str
+    reads: Collection[str] = ()
 
 
 TRACKERS = {
     "tensorboard": TrackerKind("tensorboard", "tensorboard", "TensorBoard"),
-    "wandb": TrackerKind("wandb", "lora-trainer[wandb]", "W&B"),
-    "trackio": TrackerKind("trackio", "lora-trainer[trackio]", "trackio"),
+    "wandb": TrackerKind("wandb", "lora-trainer[wandb]", "W&B", ("run.tracker_project", "run.log_artifacts")),
+    "trackio": TrackerKind("trackio", "lora-trainer[trackio]", "trackio", ("run.tracker_project",)),
 }
 
 
