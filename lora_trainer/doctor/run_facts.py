@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.inspection import hashes_of
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.read import RunReport, number, read_run, text, whole
-from lora_trainer.run.folder import LOCK, is_in_use
+from lora_trainer.run.folder import holder_of
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.training.checkpoints.checkpoint import (
     ADAPTER,
@@ -62,8 +61,9 @@ def read_run_facts(folder: Path) -> RunFacts:
     """Read a run's folder. Files are verified only where no process trains in it. Raises UsageError for another folder."""
     report = read_run(folder)
     rows = read_lines(folder / METRICS)
-    is_live = is_in_use(folder)
-    process = lock_holder(folder / LOCK) if is_live else None
+    holder = holder_of(folder)
+    is_live = holder is not None
+    process = holder.process if holder is not None and holder.is_of_this_machine else None
     used, memory = process_use(process)
     damaged, checked = (None, ()) if is_live else verify_files(report)
     times = [value for row in rows if (value := number(row.get("seconds"))) is not None]
@@ -92,18 +92,6 @@ def newest_change(folder: Path) -> float:
                 if not entry.name.startswith(".lock"):
                     newest = max(newest, entry.stat().st_mtime)
     return newest
-
-
-def lock_holder(lock: Path) -> int | None:
-    """The process that holds the lock, by the system's list; None where there is none, or it is in another container."""
-    try:
-        found = lock.stat()
-        listed = Path("/proc/locks").read_text("ascii")
-    except (OSError, ValueError):
-        return None
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    match = re.search(rf"FLOCK +\S+ +WRITE +(\d+) +{place}\b", listed)
-    return int(match[1]) if match and int(match[1]) > 0 else None
 
 
 def process_use(process: int | None) -> tuple[float | None, int | None]:
