@@ -28,6 +28,7 @@ from lora_trainer.data.caches.cache import (
     plan_texts,
     text_keys,
 )
+from lora_trainer.data.caches.filling import refuse_unwritable
 from lora_trainer.data.caches.ours import ROW_HEAD
 from lora_trainer.data.caches.packing import LARGE
 from lora_trainer.data.caches.store import Store
@@ -138,6 +139,7 @@ def fill_caches(
     each returns when everything is there. Raises UsageError for a disk with too little room, TrainingFailed when not
     even one image or caption fits in memory.
     """
+    refuse_read_only(plans)
     refuse_full_disk(inputs, choices, plans)
     device, say, progress = choices.encodes_on, console.print, filling_lines(console)
     loaded: list[Encoders] = []
@@ -203,6 +205,13 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)
     return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
+
+
+def refuse_read_only(plans: CachePlans) -> None:
+    """Raise UsageError when something must be built in a cache that may not be written to."""
+    missing = sum(len(plan.missing) for plan in plans.kinds)
+    if missing:
+        refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"))
 
 
 def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:

@@ -150,10 +150,19 @@ def fill(session: Session) -> CachePlans:
             )
         raise
     if processes.is_main:
-        kept = keep_limit(plans.latents.folder, int(session.config.cache.limit_gb * 10**9))
-        for line in kept.lines if kept.removed or kept.needed else ():
-            console.print(f"cache: {line}")
+        keep_cache_limit(session, plans.latents.folder)
     return plans
+
+
+def keep_cache_limit(session: Session, folder: Path) -> None:
+    """Keep the cache within `cache.limit_gb`. Tidying ends no run: a cache that may not be written to is used as it is."""
+    try:
+        kept = keep_limit(folder, int(session.config.cache.limit_gb * 10**9))
+    except OSError:
+        return
+    if kept.removed or kept.needed:
+        for line in kept.lines:
+            session.console.print(f"cache: {line}")
 
 
 def earlier_threads(folder: Path) -> int | None:
