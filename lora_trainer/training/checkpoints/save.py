@@ -91,21 +91,20 @@ def save(
     last: bool = False,
     wait: bool = False,
     held_up: float = 0.0,
-) -> None:
+) -> list[int]:
     """Queue a checkpoint for writing and prune old ones (main process only; all have the same weights).
 
+    Returns the steps of the checkpoints that are skipped for this one, since the disk is too slow for all of them.
     `before` is called in the writer's thread. With `last` all is in the run's folder on return, with `wait` there or in
     the scratch folder. `held_up` are the seconds that the loop has already lost to this checkpoint.
     """
     if not run.processes.is_main:
-        return
+        return []
     began, section = time.perf_counter() - held_up, run.config.checkpoint
     if last or wait or not is_regular(run, state.step):
         run.writer.settle()  # an extra one must not replace a regular one, which the run rolls back to
-    elif (
-        run.config.safeguards.on_nonfinite == "rollback" or section.keep_every or section.keep_best
-    ) and run.writer.waits("checkpoint"):
-        run.writer.settle()  # which checkpoints there are to roll back to, or to keep, must not depend on the disk's speed
+    elif keeps_every_regular_one(run) and run.writer.waits("checkpoint"):
+        run.writer.settle()
     buffers = run.writer.buffers("checkpoint")
     checkpoint, ready = take(run, state, buffers), copy_barrier(run)
 
@@ -114,7 +113,7 @@ def save(
         before()
         write(run, checkpoint, bytes_of(buffers))
 
-    run.writer.put("checkpoint", write_item, buffers)
+    replaced = run.writer.put("checkpoint", write_item, buffers, state.step)
     run.writer.stalls.append(time.perf_counter() - began)
     if last and not section.save_state:
         keep_weights(run, state.step)  # what can be used of a run that cannot be resumed, if this is its end
@@ -122,6 +121,18 @@ def save(
         run.writer.settle()
     if last:
         run.copier.settle()
+    return replaced
+
+
+def keeps_every_regular_one(run: Run) -> bool:
+    """Whether the checkpoints to roll back to, or to keep, would depend on the disk's speed if one were skipped.
+
+    Of the newest two, the default of `checkpoint.keep_last`, a slow disk has older ones, and the loop waits for none.
+    """
+    section = run.config.checkpoint
+    if run.config.safeguards.on_nonfinite == "rollback":
+        return True
+    return section.keep_last > 2 or section.keep_every > 0 or section.keep_best > 0
 
 
 def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
