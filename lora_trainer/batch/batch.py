@@ -45,6 +45,7 @@ from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.ending_command import show_commands
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.order import make_order
+from lora_trainer.run.settings import with_installed_libraries
 from lora_trainer.run.train import train
 
 
@@ -197,6 +198,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
         lambda: folders.update(read_root(order.root) if order.root else read_configs(order.configs)),
         lambda: read_model(config, weights=weights),
         lambda: find_encoder(config, weights=weights),
+        lambda: with_installed_libraries(order.resolved),
         lambda: refuse_used_output(order),
     ):
         try:

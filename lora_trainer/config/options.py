@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lora_trainer.config.contradictions import Settings, Yields, from_user, give_way, note_on
@@ -73,11 +74,20 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
         for name, why in unsuited
         if settings[name] != settings.default(name)
     ]
+    return with_lacking(resolved, lacking, "the model lacks it")
+
+
+def with_lacking(resolved: Resolved, lacking: Sequence[Yields], what: str) -> Resolved:
+    """The settings with other values for those of presets that something lacks, which is noted.
+
+    `what` says in the new values' origin what lacks them. Raises UsageError for settings of the user.
+    """
+    settings = Settings(resolved.config.model_dump(), resolved.origin)
     dropped, problems = give_way(settings, lacking)
     if problems:
         raise UsageError(problems)
     values, origin = settings.without(dropped), dict(resolved.origin)
-    origin.update({each.name: f"{DEFAULT} (the model lacks it)" for each in dropped})
+    origin.update({each.name: f"{DEFAULT} ({what})" for each in dropped})
     notes = (*resolved.notes, *(note_on(settings, each) for each in dropped))
     evidence = {**resolved.evidence, **{each.name: "" for each in dropped}}
     return replace(resolved, config=Config.model_validate(values), origin=origin, notes=notes, evidence=evidence)

@@ -6,11 +6,14 @@ import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.imports import OPTIONAL, hide
-from lora_trainer.optim.optimizers import OPTIMIZERS
+from lora_trainer.optim.optimizers import OPTIMIZERS, load_library
 
 
 def import_libraries(config: Config) -> None:
-    """Import diffusers and peft with unused optional packages hidden. xformers needs a GPU."""
+    """Import diffusers and peft with unused optional packages hidden. xformers needs a GPU.
+
+    Raises UsageError where the optimizer's library does not load.
+    """
     needed = {"bitsandbytes"} if config.memory.weight_dtype == "nf4" else set()
     if OPTIMIZERS[config.optimizer.name].library == "bitsandbytes":
         needed.add("bitsandbytes")
@@ -19,3 +22,5 @@ def import_libraries(config: Config) -> None:
     hide([name for name in OPTIONAL if name not in needed])
     import diffusers.models.modeling_utils  # noqa: F401
     import peft  # noqa: F401
+
+    load_library(config.optimizer.name)

@@ -18,6 +18,7 @@ from lora_trainer.core.launch import cpu_requested
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic
+from lora_trainer.models.memory.sharding import refuse_old_torch
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
@@ -80,6 +81,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     if is_one and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
+    if order.config.memory.fsdp:
+        refuse_old_torch(order.config.memory.fsdp)
     refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)
 

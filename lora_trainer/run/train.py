@@ -26,6 +26,7 @@ from lora_trainer.core.errors import (
     Problem,
     UsageError,
     UserError,
+    gathering,
     is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
@@ -35,12 +36,11 @@ from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
-from lora_trainer.monitor.tracker_kinds import missing_libraries
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
-from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
+from lora_trainer.run.bases.find import find_base, named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
@@ -65,7 +65,7 @@ from lora_trainer.run.inputs import (
 )
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.settings import refuse_missing_attention, refuse_unmeasured
+from lora_trainer.run.settings import refuse_unmeasured, with_installed_libraries
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -105,17 +105,12 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
 
     Raises UserError for everything a user can fix; what was trained until then is saved and recorded.
     """
-    resolved, folder, console, enforce_gates = order.resolved, order.folder, order.console, order.enforce_gates
+    folder, console, enforce_gates = order.folder, order.console, order.enforce_gates
     if enforce_gates:
-        refuse_unmeasured(resolved.config.gates)
+        refuse_unmeasured(order.config.gates)
     if not dry_run:
-        refuse_missing_attention(resolved)
-        if problems := [
-            *missing_libraries(resolved.config.run.trackers),
-            *wrong_commands(resolved.config.run),
-            *wrong_scratch(resolved.config.checkpoint.scratch),
-        ]:
-            raise UsageError(problems)
+        order = startable(order)
+    resolved = order.resolved
     announce(resolved.config, console)
     show_commands(resolved, console)
     found = None if dry_run else claim(order)
@@ -141,6 +136,23 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
         result = run_recorded(order, inputs)
         ended(result.record)
         return result
+
+
+def startable(order: Order) -> Order:
+    """The order with settings for the libraries that are installed; what changes is printed.
+
+    Raises UsageError for all that this machine lacks and that is known without the data and the model.
+    """
+    config = order.config
+    problems = [*wrong_commands(config.run), *wrong_scratch(config.checkpoint.scratch)]
+    resolved = order.resolved
+    with gathering(problems):
+        resolved = with_installed_libraries(resolved)
+    if problems:
+        raise UsageError(problems)
+    for note in resolved.notes[len(order.resolved.notes) :]:
+        order.console.print(note)
+    return replace(order, resolved=resolved)
 
 
 def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
@@ -202,6 +214,9 @@ def for_its_model(order: Order) -> tuple[Order, tuple[Family, ModelFacts]]:
 def with_weights(order: Order, inputs: Inputs) -> Inputs:
     """The inputs, with a model whose weights are downloaded. Raises UsageError."""
     if inputs.facts.whole:
+        find_base(
+            order.config.model, offline=order.config.run.offline, say=silent
+        )  # whether its weights can be read here
         return inputs
     say = silent if order.console.quiet else on_stderr
     return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])
