@@ -282,5 +282,5 @@ def describe_workers(workers: int, left: int, console: Console) -> None:
     elif workers > 1:
         share = "on a GPU of its own" if gpus else "with a copy of the base and its share of the CPU"
         console.print(f"{workers} jobs at once, each {share}")
-    if left > workers and (line := describe_idle_gpus(workers, f"Use all with: --jobs {min(gpus, left)}")):
+    if left > workers and (line := describe_idle_gpus(range(workers), f"Use all with: --jobs {min(gpus, left)}")):
         console.print(line)

@@ -23,12 +23,12 @@ from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
-from lora_trainer.run.choices import Choices, cap_memory, choose
+from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_their_gpus
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.run.order import Order
-from lora_trainer.training.processes import Processes, join_processes
+from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
 
@@ -65,7 +65,7 @@ class Session:
 
 def open_session(order: Order, inputs: Inputs) -> Session:
     """Join the processes and choose for the hardware; loads no model. Class images are planned ones until they are generated."""
-    processes = join_processes(order.config.train.process_timeout_minutes)
+    processes = processes_on_their_gpus(order.config)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
@@ -78,7 +78,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
             order.console.print(UNEVEN_PRODUCTS)
     another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
     is_one = processes.world == 1 and choices.second_gpu is None
-    if is_one and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
+    used = {choices.device.index or 0, choices.encodes_on.index or 0}
+    if is_one and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     if order.config.memory.fsdp:
