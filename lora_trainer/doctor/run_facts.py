@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.export.inspection import hashes_of
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.read import RunReport, number, read_run, text, whole
 from lora_trainer.run.folder import holder_of
+from lora_trainer.run.lost_files import LORA_FILES, damage_of
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.training.checkpoints.checkpoint import (
     ADAPTER,
@@ -32,7 +32,6 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 
 LAST_ROWS = 50
-LORA_FILES = ("kohya", "diffusers")
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,10 @@ def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
         if not text(name):
             continue
         path = report.folder / name
-        wrong = "is missing" if not path.is_file() else damage_of(path) if kind in LORA_FILES else ""
+        if kind in LORA_FILES:
+            wrong = damage_of(path)
+        else:
+            wrong = "" if path.is_file() else "is missing"
         if wrong:
             damaged[name] = wrong
         else:
@@ -147,18 +149,6 @@ def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
         else:
             checked.append(name)
     return damaged, tuple(checked)
-
-
-def damage_of(path: Path) -> str:
-    """Why a LoRA file is not what was written, empty if it is; diffusers' file has no digest, so only its shape counts."""
-    try:
-        header = read_tensor_header(path)
-        hashes = hashes_of(path, header.get(METADATA) or {})
-    except UsageError as problem:
-        return problem.problems[0].message.replace(f"{path}", "").strip(" :")
-    except OSError as problem:
-        return (problem.strerror or str(problem)).lower()
-    return next((f"{name} differs from its content" for name, (was, now) in hashes.items() if was != now), "")
 
 
 def damage_of_checkpoint(folder: Path) -> str:

@@ -37,6 +37,7 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
+from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
@@ -63,6 +64,7 @@ from lora_trainer.run.inputs import (
     read_model,
     with_absolute_paths,
 )
+from lora_trainer.run.lost_files import lost_loras
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.settings import refuse_unmeasured, with_installed_libraries
@@ -114,7 +116,8 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     announce(resolved.config, console)
     show_commands(resolved, console)
     found = None if dry_run else claim(order)
-    if found is not None and is_finished(found) and not asks_for_more(order, found):
+    lost = {} if found is None or not is_finished(found) else lost_files(order, found)
+    if found is not None and is_finished(found) and not lost and not asks_for_more(order, found):
         return nothing_to_do(order, found)
     find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
@@ -131,11 +134,30 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     with then_command(order) as ended:
         refuse_data(inputs, enforce_gates=enforce_gates)
         inputs = with_weights(order, inputs)  # not downloaded for refused data
-        if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
+        is_over = found is not None and is_finished(found) and not lost
+        if found is not None and is_over and total_steps(order, inputs) <= found.get("steps", 0):
             return nothing_to_do(order, found)
         result = run_recorded(order, inputs)
         ended(result.record)
         return result
+
+
+def lost_files(order: Order, record: Mapping[str, Any]) -> dict[str, str]:
+    """The LoRA files of a finished run that are missing or damaged, printed: they are exported again from its checkpoints.
+
+    Raises UsageError where there is none.
+    """
+    lost = lost_loras(order.folder, record)
+    if not lost:
+        return lost
+    found = "; ".join(f"{name} {wrong}" for name, wrong in lost.items())
+    if not checkpoints_in(order.folder / "checkpoints") or not keeps_state(record):
+        message = f"{order.folder} is finished, but {found}, and it has no checkpoint to export the LoRA from."
+        raise UsageError(Problem(message, "Copy the file back, or train again under another --name."))
+    order.console.print(
+        f"{order.folder} is finished, but {found}: the LoRA is exported again from the last checkpoint."
+    )
+    return lost
 
 
 def startable(order: Order) -> Order:
@@ -160,6 +182,7 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
     status, steps = record["status"], record["steps"]
     if is_main_process():
         remove_unfinished(order.folder)  # the report was being written when the run was killed
+        write_missing_report(order, record)
     if ended_early(order, dict(record)):
         order.console.print(
             f"{order.folder} stopped early at step {steps}: {record.get('reason')}. Nothing to do."
@@ -171,6 +194,17 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
         f" To continue, add --max-steps with more than {steps}."
     )
     return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+
+
+def write_missing_report(order: Order, record: Mapping[str, Any]) -> None:
+    """Write the report of a finished run again where its record names one that is not there."""
+    from lora_trainer.report import FILE, write_report
+
+    if record.get("files", {}).get("report") and not (order.folder / FILE).is_file():
+        try:
+            write_report(order.folder)
+        except Exception as error:  # noqa: BLE001  a report must not change how a run ends
+            order.console.print(f"{FILE} could not be written: {type(error).__name__}: {error}")
 
 
 def total_steps(order: Order, inputs: Inputs) -> int:

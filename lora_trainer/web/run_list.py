@@ -110,7 +110,10 @@ class RunList:
             stamps = tuple(map(stamp_of, files))
             if kept is None or kept.stamps != stamps:
                 kept = self._kept[folder] = KeptRow(stamps, row_of(folder, self.output))
-        return {**kept.row, "is_live": kept.row["status"] == "running" and holder_of(folder) is not None}
+        row = {**kept.row, "is_live": kept.row["status"] == "running" and holder_of(folder) is not None}
+        if row["outcome"] and row["lora"] and not (folder / row["lora"]).is_file():
+            row["outcome"] = "missing"  # its files change without its record
+        return row
 
 
 def run_folders(output: Path) -> Iterator[Path]:
@@ -163,6 +166,7 @@ def row_of(folder: Path, output: Path) -> dict[str, Any]:
         "ended": changed[0] / 1e9 if changed and status != "running" else None,
         "scores": {name: number(scores.get(name)) for name in ("dataset", "lora")},
         "outcome": record.get("outcome"),
+        "lora": text(mapping(record.get("files")).get("kohya")) or None,
         "preview": None if preview is None else file_url(run, f"samples/{preview}"),
     }
 
