@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-from lora_trainer.evaluation.verdict import NOT_COMPARED, Cost, Outcome, VerdictPart, outcome_of, score_of
+from lora_trainer.evaluation.verdict import NOT_COMPARED, SCALES, Cost, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
     from lora_trainer.evaluation.lora_choice import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
 BASE_FEATURES = "base model"
+NOTHING_ELSE = "nothing else was measured, since it could not change the outcome"
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,8 @@ class LoraReport:
             }
         )
         return document
+
+
+def unmeasured_report(gate: float, reason: str) -> LoraReport:
+    """The report without a measured part, for a `reason`; its findings are added."""
+    return LoraReport(gate, {name: VerdictPart(name, None, reason) for name in SCALES})

@@ -92,7 +92,7 @@ def finished(run: RunReport) -> Verdict:
         *unmeasured([part for part in parts if part.value is not None or part.about not in explained]),
         *ended_early(run),
     )
-    if run.lora.value is None:
+    if run.lora.value is None and run.status != "refused":
         return Verdict(
             "fair", "not measured", "Not known: the LoRA was not measured", not_measured(run), answers, notes
         )

@@ -221,6 +221,24 @@ def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, cap
     assert night.jobs("status")["fir"] == "done"
 
 
+def test_a_batch_exports_a_lost_lora_again(over, tmp_path, steps_trained):
+    shutil.copytree(over.night.output, tmp_path / "night")
+    night = replace(over.night, output=tmp_path / "night")
+    attempts, files = night.jobs("attempts"), exported(night.output / "ash")
+    (night.output / "ash" / "ash.safetensors").unlink()
+    whole = bytearray((night.output / "birch" / "birch.safetensors").read_bytes())
+    whole[-20] ^= 1
+    (night.output / "birch" / "birch.safetensors").write_bytes(whole)
+    before = contents(night.output / "elm")
+    assert night.run("--resume") == 3  # of the data that was refused
+    assert night.jobs("status")["ash"] == night.jobs("status")["birch"] == "done"
+    changed = {name for name, count in night.jobs("attempts").items() if count != attempts[name]}
+    assert changed == {"ash", "birch", *(name for name in attempts if night.jobs("status")[name] == "refused"), "fir"}
+    assert steps_trained == []
+    assert exported(night.output / "ash") == exported(night.output / "birch") == files
+    assert contents(night.output / "elm") == before
+
+
 def in_run(name: str, step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:
     """`Trackers.steps` that acts when a step of one run is about to be written."""
     written = Trackers.steps
