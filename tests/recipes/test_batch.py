@@ -171,6 +171,8 @@ def test_a_batch_refuses_a_lora_that_has_not_seen_every_image(night):
     assert night.run(gates__lora="1e-9", gates__lora_check="lite") == 4
     assert night.jobs("status") == {"ash": "refused"}
     assert "9 images, 6 samples trained in 3 steps: 3 images were never trained" in night.jobs("reason")["ash"]
+    document = json.loads((night.output / "ash" / "run.json").read_text(encoding="utf-8"))
+    assert document["lora"]["cost"]["forward_passes"] == 0  # it has decided without any
     assert night.run("--resume", gates__lora="1e-9", gates__lora_check="lite") == 4
     assert "3 images were never trained" in night.jobs("reason")["ash"]
 
