@@ -30,21 +30,7 @@ PACKAGES = (
 )
 
 
-_training_gpu = 0  # of a single process; each of several processes has a GPU of its own
-
-
-def train_on_gpu(index: int) -> None:
-    """Make a GPU that which trains, and torch's current one. Imports torch."""
-    global _training_gpu
-    import torch
-
-    _training_gpu = index
-    torch.cuda.set_device(index)
-
-
-def training_gpu() -> int:
-    """The index of the GPU that trains: the first one, unless another was chosen."""
-    return _training_gpu
+training_gpu = 0  # the index of the GPU on which a single process trains; each of several has its own
 
 
 def cuda_memory_gib() -> float | None:
@@ -53,7 +39,7 @@ def cuda_memory_gib() -> float | None:
 
     if not torch.cuda.is_available():
         return None
-    return float(torch.cuda.get_device_properties(training_gpu()).total_memory) / 2**30
+    return float(torch.cuda.get_device_properties(training_gpu).total_memory) / 2**30
 
 
 def visible_gpus() -> list[str]:
@@ -147,7 +133,7 @@ def describe_machine() -> dict[str, str | int | float | None]:
     import torch
 
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    gpu = torch.cuda.get_device_name(training_gpu()) if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name(training_gpu) if torch.cuda.is_available() else None
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
-from lora_trainer.evaluation.verdict import NOT_COMPARED, SCALES, Cost, Outcome, VerdictPart, outcome_of, score_of
+from lora_trainer.evaluation.verdict import NOT_COMPARED, Cost, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
     from lora_trainer.evaluation.lora_choice import LoraChoice
@@ -84,8 +84,3 @@ class LoraReport:
             }
         )
         return document
-
-
-def unmeasured_report(gate: float, reason: str) -> LoraReport:
-    """The report without a measured part, for a `reason`; its findings are added."""
-    return LoraReport(gate, {name: VerdictPart(name, None, reason) for name in SCALES})

@@ -155,14 +155,6 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     return kind
 
 
-def load_library(wanted: str) -> None:
-    """Import the library of an optimizer, before any work. Raises UsageError when it does not load."""
-    library = OPTIMIZERS[wanted].library
-    if library is not None:
-        with loading(library, wanted):
-            importlib.import_module(library)
-
-
 @contextmanager
 def loading(library: str, wanted: str) -> Iterator[None]:
     """Raise UsageError for an optimizer's library that does not load in the block."""

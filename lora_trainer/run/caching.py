@@ -139,7 +139,6 @@ def fill_caches(
     each returns when everything is there. Raises UsageError for a disk with too little room, TrainingFailed when not
     even one image or caption fits in memory.
     """
-    refuse_read_only(plans)
     refuse_full_disk(inputs, choices, plans)
     device, say, progress = choices.encodes_on, console.print, filling_lines(console)
     loaded: list[Encoders] = []
@@ -207,15 +206,10 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
 
 
-def refuse_read_only(plans: CachePlans) -> None:
-    """Raise UsageError when something must be built in a cache that may not be written to."""
-    missing = sum(len(plan.missing) for plan in plans.kinds)
-    if missing:
-        refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"))
-
-
 def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:
-    """Raise UsageError when what must be built does not fit on the disk, before anything is built."""
+    """Raise UsageError, before anything is built, when what must be does not fit on the disk, or may not be written to it."""
+    if missing := sum(len(plan.missing) for plan in plans.kinds):
+        refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"))
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
     if _with_packing(needed) > free:
         # Other processes may have built entries since: those took room, and need no more.

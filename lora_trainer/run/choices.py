@@ -13,9 +13,10 @@ import torch
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
+from lora_trainer.core import hardware
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
-from lora_trainer.core.hardware import cuda_memory_gib, train_on_gpu, training_gpu
+from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.launch import cpu_requested, processes_here
 from lora_trainer.memory_plan.estimate import (
     CONTEXT_GIB,
@@ -138,7 +139,8 @@ def processes_on_their_gpus(config: Config) -> Processes:
         return processes
     wanted, taken = config.hardware.text_encoder_device, config.memory.second_gpu
     device = choose_training_device(wanted, taken, processes.device, visible_gpus())
-    train_on_gpu(device.index or 0)
+    hardware.training_gpu = device.index or 0
+    torch.cuda.set_device(device)
     return replace(processes, device=device)
 
 
@@ -433,6 +435,6 @@ def usable_bytes(config: Config, device: torch.device) -> int | None:
     limit = gpu_gib(config)
     if device.type != "cuda" or limit is None:
         return None
-    if device.index is not None and device.index != training_gpu():
+    if device.index is not None and device.index != hardware.training_gpu:
         limit = min(limit, torch.cuda.get_device_properties(device).total_memory / GIB)
     return max(0, int(usable_gib(limit) * GIB) - torch.cuda.memory_allocated(device))

@@ -30,7 +30,7 @@ from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate
-from lora_trainer.evaluation.lora_report import NOTHING_ELSE, LoraReport, unmeasured_report
+from lora_trainer.evaluation.lora_report import NOTHING_ELSE, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
@@ -39,6 +39,7 @@ from lora_trainer.evaluation.validation_loss import (
     mean_losses,
     validation_losses,
 )
+from lora_trainer.evaluation.verdict import SCALES, VerdictPart
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.models.memory.block_swap import move_to_device
@@ -552,7 +553,7 @@ def check_lora(
         report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
     elif is_decided:
         console.print(f"the LoRA is refused by its images alone: {NOTHING_ELSE}")
-        report = unmeasured_report(config.gates.lora, NOTHING_ELSE)
+        report = LoraReport(config.gates.lora, {name: VerdictPart(name, None, NOTHING_ELSE) for name in SCALES})
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")

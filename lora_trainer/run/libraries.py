@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.imports import OPTIONAL, hide
-from lora_trainer.optim.optimizers import OPTIMIZERS, load_library
+from lora_trainer.optim.optimizers import OPTIMIZERS, loading
 
 
 def import_libraries(config: Config) -> None:
@@ -15,7 +17,8 @@ def import_libraries(config: Config) -> None:
     Raises UsageError where the optimizer's library does not load.
     """
     needed = {"bitsandbytes"} if config.memory.weight_dtype == "nf4" else set()
-    if OPTIMIZERS[config.optimizer.name].library == "bitsandbytes":
+    library = OPTIMIZERS[config.optimizer.name].library
+    if library == "bitsandbytes":
         needed.add("bitsandbytes")
     if torch.cuda.is_available() and config.hardware.attention_backend != "sdpa":
         needed.add("xformers")
@@ -23,4 +26,6 @@ def import_libraries(config: Config) -> None:
     import diffusers.models.modeling_utils  # noqa: F401
     import peft  # noqa: F401
 
-    load_library(config.optimizer.name)
+    if library is not None:
+        with loading(library, config.optimizer.name):
+            importlib.import_module(library)

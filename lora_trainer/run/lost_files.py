@@ -8,7 +8,6 @@ from typing import Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.export.inspection import hashes_of
 from lora_trainer.report.read import mapping, text
 
 LORA_FILES = ("kohya", "diffusers")
@@ -26,6 +25,8 @@ def lost_loras(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
 
 def damage_of(path: Path) -> str:
     """Why a LoRA file is not what was written, empty if it is; diffusers' file has no digest, so only its shape counts."""
+    from lora_trainer.export.inspection import hashes_of  # loads torch
+
     if not path.is_file():
         return "is missing"
     try:

@@ -18,7 +18,6 @@ from lora_trainer.core.launch import cpu_requested
 from lora_trainer.data.caches.upkeep import keep_limit
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.models.memory.sharding import refuse_old_torch
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
@@ -82,14 +81,12 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     if is_one and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    if order.config.memory.fsdp:
-        refuse_old_torch(order.config.memory.fsdp)
     refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)
 
 
 def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
-    """Raise UsageError for stochastic rounding of weights that are not bf16, and SWA that would average nothing."""
+    """Raise UsageError for stochastic rounding of weights that are not bf16, SWA that would average nothing, and a torch without FSDP's new parts."""
     problems, first = [], first_swa_step(config.train, total_steps)
     if config.optimizer.stochastic_rounding and choices.dtype != torch.bfloat16:
         computed = str(choices.dtype).removeprefix("torch.")
@@ -98,6 +95,12 @@ def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
     if first is not None and (left := max(0, total_steps - first)) < (every := config.train.swa_every_n_steps):
         message = f"train.swa_start={shown(config.train.swa_start)} leaves {left} of {total_steps} steps, and SWA averages the weights of every {every}th."
         problems.append(Problem(message, "Set train.swa_start lower, such as 0.75, or train.swa_every_n_steps lower."))
+    if config.memory.fsdp:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_custom_all_gather"):
+            message = f"memory.fsdp={config.memory.fsdp} needs a newer torch than {torch.__version__}."
+            problems.append(Problem(message, "pip install --upgrade torch, or remove memory.fsdp."))
     if problems:
         raise UsageError(problems)
 

@@ -141,10 +141,10 @@ def test_a_checkpoint_is_laid_out_once(tmp_path, monkeypatch):
 def test_images_of_a_parquet_file_are_unpacked_once(tmp_path, monkeypatch):
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path / "caches"))
     (tmp_path / "caches").mkdir()
-    picture = io.BytesIO()
-    Image.new("RGB", (96, 96), "teal").save(picture, "PNG")
+    png = io.BytesIO()
+    Image.new("RGB", (96, 96), "teal").save(png, "PNG")
     table = tmp_path / "train.parquet"
-    pq.write_table(pa.table({"jpg": [picture.getvalue()], "caption": ["a wall"]}), table)
+    pq.write_table(pa.table({"jpg": [png.getvalue()], "caption": ["a wall"]}), table)
     with read_only(tmp_path / "caches"), pytest.raises(UsageError) as caught:
         read_manifest([table])
     assert len(caught.value.problems) == 1

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import FsdpStrategy
-from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.memory.block_swap import swappable_blocks
 
 MIB = 2**20
@@ -35,15 +34,6 @@ class GatherWeights:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Gather; on a GPU only queued, in the current stream."""
         self.gather(output_tensor, input_tensor)
-
-
-def refuse_old_torch(strategy: FsdpStrategy) -> None:
-    """Raise UsageError where this torch lacks what `shard_base` needs."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_custom_all_gather"):
-        message = f"memory.fsdp={strategy} needs a newer torch than {torch.__version__}."
-        raise UsageError(Problem(message, "pip install --upgrade torch, or remove memory.fsdp."))
 
 
 def shard_base(

@@ -36,6 +36,8 @@ from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.run import Run, is_regular
 from lora_trainer.training.state import TrainState
 
+KEPT_IN_ANY_CASE = 2  # of so many checkpoints, the default, a slow disk has older ones, and the loop waits for none
+
 
 def nothing() -> None:
     pass
@@ -103,8 +105,13 @@ def save(
     began, section = time.perf_counter() - held_up, run.config.checkpoint
     if last or wait or not is_regular(run, state.step):
         run.writer.settle()  # an extra one must not replace a regular one, which the run rolls back to
-    elif keeps_every_regular_one(run) and run.writer.waits("checkpoint"):
-        run.writer.settle()
+    elif (
+        run.config.safeguards.on_nonfinite == "rollback"
+        or section.keep_last > KEPT_IN_ANY_CASE
+        or section.keep_every
+        or section.keep_best
+    ) and run.writer.waits("checkpoint"):
+        run.writer.settle()  # which checkpoints there are to roll back to, or to keep, must not depend on the disk's speed
     buffers = run.writer.buffers("checkpoint")
     checkpoint, ready = take(run, state, buffers), copy_barrier(run)
 
@@ -122,17 +129,6 @@ def save(
     if last:
         run.copier.settle()
     return replaced
-
-
-def keeps_every_regular_one(run: Run) -> bool:
-    """Whether the checkpoints to roll back to, or to keep, would depend on the disk's speed if one were skipped.
-
-    Of the newest two, the default of `checkpoint.keep_last`, a slow disk has older ones, and the loop waits for none.
-    """
-    section = run.config.checkpoint
-    if run.config.safeguards.on_nonfinite == "rollback":
-        return True
-    return section.keep_last > 2 or section.keep_every > 0 or section.keep_best > 0
 
 
 def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
