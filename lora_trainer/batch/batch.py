@@ -45,6 +45,7 @@ from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.ending_command import show_commands
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.order import make_order
+from lora_trainer.run.settings import with_installed_libraries
 from lora_trainer.run.train import train
 
 
@@ -197,6 +198,7 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
         lambda: folders.update(read_root(order.root) if order.root else read_configs(order.configs)),
         lambda: read_model(config, weights=weights),
         lambda: find_encoder(config, weights=weights),
+        lambda: with_installed_libraries(order.resolved),
         lambda: refuse_used_output(order),
     ):
         try:
@@ -280,5 +282,5 @@ def describe_workers(workers: int, left: int, console: Console) -> None:
     elif workers > 1:
         share = "on a GPU of its own" if gpus else "with a copy of the base and its share of the CPU"
         console.print(f"{workers} jobs at once, each {share}")
-    if left > workers and (line := describe_idle_gpus(workers, f"Use all with: --jobs {min(gpus, left)}")):
+    if left > workers and (line := describe_idle_gpus(range(workers), f"Use all with: --jobs {min(gpus, left)}")):
         console.print(line)

@@ -13,6 +13,7 @@ from lora_trainer.batch.stores import store_of
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, nearest
 from lora_trainer.report.record import read_record
+from lora_trainer.run.lost_files import lost_loras
 
 LOCAL = "local"
 
@@ -82,7 +83,9 @@ def named_jobs(store: JobStore, names: Sequence[str], verb: str) -> list[QueuedJ
 
 
 def is_open(job: QueuedJob, store: JobStore, again: Sequence[str]) -> bool:
-    """Whether a finished job must run again: it has no LoRA, or its run was deleted. `again`: statuses to repeat."""
+    """Whether a finished job must run again: its LoRA or its run was deleted or damaged. `again`: statuses to repeat."""
     if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
-        return read_record(store.output / job.name) is None
+        folder = store.output / job.name
+        record = read_record(folder)
+        return record is None or bool(lost_loras(folder, record))
     return job.status in again

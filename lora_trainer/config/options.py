@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lora_trainer.config.contradictions import Settings, Yields, from_user, without_clashes
 from lora_trainer.config.layers import DEFAULT, Resolved, resolved_as
 from lora_trainer.config.toml import section_types
@@ -76,8 +78,16 @@ def suited(resolved: Resolved, prediction: str) -> Resolved:
         for name, why in unsuited
         if settings[name] != settings.default(name)
     ]
+    return with_lacking(resolved, lacking)
+
+
+def with_lacking(resolved: Resolved, lacking: Sequence[Yields]) -> Resolved:
+    """The settings with other values for those of presets that something lacks, which is noted.
+
+    Raises UsageError for settings of the user.
+    """
     problems = list[Problem]()
-    left, notes = without_clashes(settings, lacking, problems)
+    left, notes = without_clashes(Settings(resolved.config.model_dump(), resolved.origin), lacking, problems)
     if problems:
         raise UsageError(problems)
     return resolved_as(left, resolved.origin, resolved.evidence, (*resolved.notes, *notes))

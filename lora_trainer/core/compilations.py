@@ -26,10 +26,13 @@ def keep_compilations() -> str | None:
     """
     if os.environ.get(KEPT_IN):
         return None
-    folder = user_cache_folder() / FOLDER
+    folder, reason = user_cache_folder() / FOLDER, None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        reason = None if is_private(folder) else "others may write to it"
+        if not is_private(folder):
+            reason = "others may write to it"
+        elif not os.access(folder, os.W_OK):
+            reason = "it cannot be written to"
     except OSError as error:
         reason = str(error)
     if reason is None:

@@ -10,6 +10,7 @@ import platform
 import re
 import sys
 import uuid
+from collections.abc import Collection
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -29,13 +30,16 @@ PACKAGES = (
 )
 
 
+training_gpu = 0  # the index of the GPU on which a single process trains; each of several has its own
+
+
 def cuda_memory_gib() -> float | None:
-    """Memory of the first CUDA GPU in GiB, or None without one. Imports torch."""
+    """Memory of the CUDA GPU that trains in GiB, or None without one. Imports torch."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    return float(torch.cuda.get_device_properties(0).total_memory) / 2**30
+    return float(torch.cuda.get_device_properties(training_gpu).total_memory) / 2**30
 
 
 def visible_gpus() -> list[str]:
@@ -47,9 +51,10 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def describe_idle_gpus(used: int, use_them: str) -> str | None:
-    """A line that names the GPUs beside the first `used`, and how to use them; None where there are none. Imports torch."""
-    if not (idle := visible_gpus()[used:]):
+def describe_idle_gpus(used: Collection[int], use_them: str) -> str | None:
+    """A line that names the GPUs beside those of the `used` indices, and how to use them; None where there are none. Imports torch."""
+    idle = [name for index, name in enumerate(visible_gpus()) if index not in used]
+    if not idle:
         return None
     names = f"GPU {idle[0]} is" if len(idle) == 1 else f"GPUs {', '.join(idle)} are"
     return f"{names} idle. {use_them.format(gpu=idle[0])}"
@@ -128,7 +133,7 @@ def describe_machine() -> dict[str, str | int | float | None]:
     import torch
 
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name(training_gpu) if torch.cuda.is_available() else None
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),

@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 OPTIONAL = ("bitsandbytes", "torchao", "xformers")
 PROBE_FOR_OPTIONAL = ("accelerate", "diffusers", "peft", "transformers")
@@ -54,6 +55,14 @@ def shown(name: str) -> Iterator[None]:
     finally:
         if hidden and name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]  # as above
+
+
+def is_installed(name: str) -> bool:
+    """Whether a library can be found, hidden or not; nothing is imported."""
+    if sys.modules.get(name) is not None:
+        return True
+    with shown(name):
+        return find_spec(name) is not None
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from pydantic import ValidationError
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.export.inspection import hashes_of
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.read import RunReport, number, read_run, text, whole
-from lora_trainer.run.folder import LOCK, is_in_use
+from lora_trainer.run.folder import holder_of
+from lora_trainer.run.lost_files import LORA_FILES, damage_of
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.training.checkpoints.checkpoint import (
     ADAPTER,
@@ -33,7 +32,6 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 
 LAST_ROWS = 50
-LORA_FILES = ("kohya", "diffusers")
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,9 @@ def read_run_facts(folder: Path) -> RunFacts:
     """Read a run's folder. Files are verified only where no process trains in it. Raises UsageError for another folder."""
     report = read_run(folder)
     rows = read_lines(folder / METRICS)
-    is_live = is_in_use(folder)
-    process = lock_holder(folder / LOCK) if is_live else None
+    holder = holder_of(folder)
+    is_live = holder is not None
+    process = holder.process if holder is not None and holder.is_of_this_machine else None
     used, memory = process_use(process)
     damaged, checked = (None, ()) if is_live else verify_files(report)
     times = [value for row in rows if (value := number(row.get("seconds"))) is not None]
@@ -92,18 +91,6 @@ def newest_change(folder: Path) -> float:
                 if not entry.name.startswith(".lock"):
                     newest = max(newest, entry.stat().st_mtime)
     return newest
-
-
-def lock_holder(lock: Path) -> int | None:
-    """The process that holds the lock, by the system's list; None where there is none, or it is in another container."""
-    try:
-        found = lock.stat()
-        listed = Path("/proc/locks").read_text("ascii")
-    except (OSError, ValueError):
-        return None
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    match = re.search(rf"FLOCK +\S+ +WRITE +(\d+) +{place}\b", listed)
-    return int(match[1]) if match and int(match[1]) > 0 else None
 
 
 def process_use(process: int | None) -> tuple[float | None, int | None]:
@@ -147,7 +134,10 @@ def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
         if not text(name):
             continue
         path = report.folder / name
-        wrong = "is missing" if not path.is_file() else damage_of(path) if kind in LORA_FILES else ""
+        if kind in LORA_FILES:
+            wrong = damage_of(path)
+        else:
+            wrong = "" if path.is_file() else "is missing"
         if wrong:
             damaged[name] = wrong
         else:
@@ -159,18 +149,6 @@ def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
         else:
             checked.append(name)
     return damaged, tuple(checked)
-
-
-def damage_of(path: Path) -> str:
-    """Why a LoRA file is not what was written, empty if it is; diffusers' file has no digest, so only its shape counts."""
-    try:
-        header = read_tensor_header(path)
-        hashes = hashes_of(path, header.get(METADATA) or {})
-    except UsageError as problem:
-        return problem.problems[0].message.replace(f"{path}", "").strip(" :")
-    except OSError as problem:
-        return (problem.strerror or str(problem)).lower()
-    return next((f"{name} differs from its content" for name, (was, now) in hashes.items() if was != now), "")
 
 
 def damage_of_checkpoint(folder: Path) -> str:

@@ -18,6 +18,7 @@ The score is the least of the measured parts. What cannot be measured is named a
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -291,6 +292,8 @@ def measure_lora(
     studio.passes.plan(count_passes(studio, effort, images))
     if (drifted := _measure_drift(studio)) is None:
         return base_not_finite(gate.minimum)
+    if not math.isfinite(drifted) and (broken := not_alive(drifted, None)):
+        return does_not_work([broken], {"drift": drifted}, gate.minimum)
     if images.unseen:
         compute.say(f"validation loss with and without the LoRA: {counted(len(images.unseen), 'image')}")
     losses = paired_losses(studio, images) if images.unseen else None

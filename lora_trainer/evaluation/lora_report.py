@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # validate prints reports without torch
     from lora_trainer.evaluation.shown_samples import ShownSample
 
 BASE_FEATURES = "base model"
+NOTHING_ELSE = "nothing else was measured, since it could not change the outcome"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ Kind = Literal[
     "jump",
     "early_stop",
     "disk",
+    "checkpoint",  # skipped on a slow disk
     "signal",
     "resumed",
     "request",

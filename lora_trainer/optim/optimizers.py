@@ -7,7 +7,8 @@ before each step; a group with a learning rate of its own has a share of it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -151,9 +152,16 @@ def schedule_free(groups: Groups, config: OptimizerSection) -> Optimizer:
 
 def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer]:
     """A class of a library that only some optimizers need. Raises UsageError when it does not load."""
-    library = module.partition(".")[0]
-    try:
+    with loading(module.partition(".")[0], wanted):
         kind: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
+    return kind
+
+
+@contextmanager
+def loading(library: str, wanted: str) -> Iterator[None]:
+    """Raise UsageError for an optimizer's library that does not load in the block."""
+    try:
+        yield
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
         raise UsageError(
             Problem(
@@ -161,7 +169,6 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
                 f"Run: pip install {library}. Or set optimizer.name=adamw.",
             )
         ) from error
-    return kind
 
 
 def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None) -> None:

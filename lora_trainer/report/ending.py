@@ -77,6 +77,12 @@ def verdict_of(run: RunReport) -> Verdict:
 
 def finished(run: RunReport) -> Verdict:
     """The verdict on a run that exported its LoRA; `train` enforces no gate, but the answer is the same."""
+    named = text(run.part("files").get("kohya"))
+    if named and not (run.folder / named).is_file():
+        gone = Reason(f"{named} is not in the run's folder: it was moved or deleted.")
+        again = resume_command(run) if run.checkpoints and keeps_state(run.record) else None
+        safe = (Reason("The LoRA is exported again from the last checkpoint:", command=again),) if again else ()
+        return Verdict("bad", "missing", "No: its file is missing", (gone, *safe), command=again)
     parts = tuple(verdict_parts(run.part("lora")))
     answers = (*strength_answers(run), *step_answers(run))
     explained = " ".join(
@@ -86,7 +92,7 @@ def finished(run: RunReport) -> Verdict:
         *unmeasured([part for part in parts if part.value is not None or part.about not in explained]),
         *ended_early(run),
     )
-    if run.lora.value is None:
+    if run.lora.value is None and run.status != "refused":
         return Verdict(
             "fair", "not measured", "Not known: the LoRA was not measured", not_measured(run), answers, notes
         )

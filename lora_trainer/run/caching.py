@@ -28,6 +28,7 @@ from lora_trainer.data.caches.cache import (
     plan_texts,
     text_keys,
 )
+from lora_trainer.data.caches.filling import refuse_unwritable
 from lora_trainer.data.caches.ours import ROW_HEAD
 from lora_trainer.data.caches.packing import LARGE
 from lora_trainer.data.caches.store import Store
@@ -206,7 +207,9 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
 
 
 def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:
-    """Raise UsageError when what must be built does not fit on the disk, before anything is built."""
+    """Raise UsageError, before anything is built, when what must be does not fit on the disk, or may not be written to it."""
+    if missing := sum(len(plan.missing) for plan in plans.kinds):
+        refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"))
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
     if _with_packing(needed) > free:
         # Other processes may have built entries since: those took room, and need no more.

@@ -13,6 +13,7 @@ import torch
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
+from lora_trainer.core import hardware
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import cuda_memory_gib
@@ -36,6 +37,7 @@ from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
 from lora_trainer.run.plans.plan import NO_SECOND_GPU, make_demand, storable_here, undivided
 from lora_trainer.training.denoiser_layout import QUANTIZED, Layout
+from lora_trainer.training.processes import Processes, join_processes
 
 # What is computed in, where a GPU has bf16 units; weights in fewer bits are dequantized for it.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(
@@ -47,6 +49,7 @@ OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
 AS_SET = "as set"
 # Compiling a U-Net takes a GPU about a minute and saves tens of milliseconds a step: an estimate, not measured.
 FEWEST_STEPS = 1500
+LARGEST_ALIKE = 0.97  # of the largest GPU's memory: a GPU with so much is as large
 LEFT_GIB = 0.2  # of a GPU's free memory, for kernels that are loaded later
 
 
@@ -127,6 +130,35 @@ def visible_gpus() -> list[Gpu]:
     """The GPUs that this process sees."""
     found = [(index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
     return [Gpu(index, properties.name, properties.total_memory / GIB) for index, properties in found]
+
+
+def processes_on_their_gpus(config: Config) -> Processes:
+    """Join the processes of the run, each with the device on which it trains, which becomes torch's current one."""
+    processes = join_processes(config.train.process_timeout_minutes)
+    if processes.device.type != "cuda" or processes.world > 1:
+        return processes
+    wanted, taken = config.hardware.text_encoder_device, config.memory.second_gpu
+    device = choose_training_device(wanted, taken, processes.device, visible_gpus())
+    hardware.training_gpu = device.index or 0
+    torch.cuda.set_device(device)
+    return replace(processes, device=device)
+
+
+def choose_training_device(
+    wanted: str | None, taken: str | None, device: torch.device, gpus: Sequence[Gpu]
+) -> torch.device:
+    """The GPU on which a single process trains: `device`, the first one, unless the smaller one is to encode.
+
+    With `hardware.text_encoder_device=auto` it is the largest GPU, of equal ones the first. One that
+    `memory.second_gpu` names is `taken` by blocks of the denoiser.
+    """
+    if wanted != "auto":
+        return device
+    free = [gpu for gpu in gpus if f"cuda:{gpu.index}" != taken]
+    largest = max((gpu.gib for gpu in free), default=0.0)
+    # GPUs of one model differ by what their drivers keep.
+    equal = [gpu for gpu in free if gpu.gib >= LARGEST_ALIKE * largest]
+    return torch.device("cuda", equal[0].index) if equal else device
 
 
 def choose_encoder_device(wanted: str | None, device: torch.device, gpus: Sequence[Gpu], world: int) -> Choice | None:
@@ -403,6 +435,6 @@ def usable_bytes(config: Config, device: torch.device) -> int | None:
     limit = gpu_gib(config)
     if device.type != "cuda" or limit is None:
         return None
-    if device.index:  # not the one that trains
+    if device.index is not None and device.index != hardware.training_gpu:
         limit = min(limit, torch.cuda.get_device_properties(device).total_memory / GIB)
     return max(0, int(usable_gib(limit) * GIB) - torch.cuda.memory_allocated(device))

@@ -11,7 +11,7 @@ from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.caching import cache_folder, plan_caches
-from lora_trainer.run.choices import choose, gpu_gib
+from lora_trainer.run.choices import choose, gpu_gib, processes_on_their_gpus
 from lora_trainer.run.differences import changes
 from lora_trainer.run.generation import with_finished_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
@@ -22,7 +22,6 @@ from lora_trainer.run.plans.view import show_plan as show_memory
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 from lora_trainer.training.network_weights import check_lora_files
-from lora_trainer.training.processes import join_processes
 
 
 def show_plan(order: Order, inputs: Inputs) -> None:
@@ -30,7 +29,7 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     resolved, config, console = order.resolved, order.config, order.console
     refuse_without_validation(config, inputs)
     check_lora_files(config, inputs.family, inputs.facts)
-    processes = join_processes()
+    processes = processes_on_their_gpus(config)
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     if inputs.facts.whole:  # else nothing can be there
         inputs = with_finished_class_images(config, inputs, choices.dtype, console)

@@ -30,7 +30,7 @@ from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate
-from lora_trainer.evaluation.lora_report import LoraReport
+from lora_trainer.evaluation.lora_report import NOTHING_ELSE, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
@@ -39,6 +39,7 @@ from lora_trainer.evaluation.validation_loss import (
     mean_losses,
     validation_losses,
 )
+from lora_trainer.evaluation.verdict import SCALES, VerdictPart
 from lora_trainer.export.lora_file import write_learned_tokens
 from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.models.memory.block_swap import move_to_device
@@ -535,7 +536,10 @@ def check_lora(
     effort = config.gates.lora_check
     if effort == "auto":
         effort = "full" if session.order.enforce_gates else "lite"
-    is_checked = can_check and effort != "off"
+    unseen = never_trained(run.feed.plan, step, state.step)
+    # It costs no forward pass, and no other part can change what it decides.
+    is_decided = unseen is not None and session.order.enforce_gates and config.gates.lora > 0
+    is_checked = can_check and effort != "off" and not is_decided
     if session.order.member is not None:
         session.order.member.finish_training()
         stop_if_signalled()
@@ -547,11 +551,13 @@ def check_lora(
         gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
         report = judge_lora(kohya, session, run.images, gate)
         report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
+    elif is_decided:
+        console.print(f"the LoRA is refused by its images alone: {NOTHING_ELSE}")
+        report = LoraReport(config.gates.lora, {name: VerdictPart(name, None, NOTHING_ELSE) for name in SCALES})
     else:
         why = "gates.lora_check=off" if can_check else f"lora.type={config.lora.type} cannot be checked"
         console.print(f"{why}: the LoRA is not scored, and no images are made with it")
         report = LoraReport(config.gates.lora)
-    unseen = never_trained(run.feed.plan, step, state.step)
     explained = (cause_shown(each, config, step) for each in report.findings)
     falling = still_falling(read_lines(session.folder / VALIDATION), state.step)
     findings = (unseen, *explained, falling, *map(untrained_word, untrained))

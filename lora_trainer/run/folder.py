@@ -14,6 +14,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.data.process_notes import OwnNote, ProcessNote, read_note
 from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
@@ -22,8 +23,11 @@ from lora_trainer.run.order import Order
 
 UNFINISHED = ("running", "stopped", "failed")
 LOCK, SOFT_LOCK = ".lock", ".lock.held"
+OWNER = ".lock.owner"  # which process holds the lock: whoever only looks reads this and never takes the lock
+LOCKS = {LOCK, SOFT_LOCK, OWNER}
 RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+ANOTHER_RUN = "Wait for it, or choose another --name."
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
 LENGTHS = ("max_steps", "max_epochs", "total_repeats", "step_ceiling", "max_hours")
@@ -40,8 +44,7 @@ def claim(order: Order) -> dict[str, Any] | None:
     if wrong:
         raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
     if (folder / LOCK).is_file() and is_main_process():
-        with locked(folder):
-            pass  # the system frees the lock of a process that was killed
+        take_free_lock(folder).release()  # the system frees the lock of a process that was killed
     refuse_used(order, record)
     if record is None and folder.exists() and (not folder.is_dir() or not is_free(folder)):
         raise UsageError(Problem(f"{folder} exists and is not a run.", "Choose another --name or --output."))
@@ -56,7 +59,7 @@ def claim(order: Order) -> dict[str, Any] | None:
 
 def is_free(folder: Path) -> bool:
     """Whether a folder holds only files of a run that was killed before its first record was complete."""
-    return all(name in (LOCK, SOFT_LOCK) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
+    return all(name in LOCKS or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
 
 
 def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
@@ -153,19 +156,17 @@ def free_reserve(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, fix: str = "Wait for it, or choose another --name.") -> Iterator[Callable[[], None]]:
-    """Lock the folder. Raises UsageError, with `fix` when another process has locked it, or the disk refuses.
+def locked(folder: Path, fix: str = ANOTHER_RUN) -> Iterator[Callable[[], None]]:
+    """Lock the folder and note there who holds it. Raises UsageError, with `fix` when another process has locked it, or the disk refuses.
 
     Yields a function that locks it again, for a folder that was deleted and created anew.
     """
-    try:
-        lock = take_lock(folder / LOCK)
-    except Timeout as error:
-        raise UsageError(Problem(f"Another process is training a run in {folder}.", fix)) from error
-    except OSError as error:
-        message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
-    locks = [lock]
+    locks = [take_free_lock(folder, fix)]
+    note = LockNote(folder / OWNER)
+
+    def note_owner() -> None:
+        with contextlib.suppress(OSError):  # a full disk: written when the note is renewed
+            note.write()
 
     def again() -> None:
         with contextlib.suppress(OSError):
@@ -175,13 +176,37 @@ def locked(folder: Path, fix: str = "Wait for it, or choose another --name.") ->
         except Timeout as error:
             message = f"{folder} was deleted, and another run was started in it."
             raise TrainingFailed(Problem(message, "Wait for that one, or choose another --name.")) from error
+        note_owner()
 
+    note_owner()
+    note.keep_renewed()
     try:
         yield again
     finally:
+        note.remove()
         for each in locks:
             with contextlib.suppress(OSError):  # the folder may be gone
                 each.release()
+
+
+class LockNote(OwnNote):
+    """The note of the process that holds a folder's lock."""
+
+    def write(self) -> None:
+        """Nothing in a folder without the lock: it was deleted, or its disk is gone and this is an empty mount point."""
+        if any((self.path.parent / name).exists() for name in (LOCK, SOFT_LOCK)):
+            super().write()
+
+
+def take_free_lock(folder: Path, fix: str = ANOTHER_RUN) -> BaseFileLock:
+    """Acquire a folder's lock. Raises UsageError, with `fix` when another process has locked it, or the disk refuses."""
+    try:
+        return take_lock(folder / LOCK)
+    except Timeout as error:
+        raise UsageError(Problem(f"Another process is training a run in {folder}.", fix)) from error
+    except OSError as error:
+        message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
 
 
 def take_lock(path: Path) -> BaseFileLock:
@@ -201,16 +226,10 @@ def take_lock(path: Path) -> BaseFileLock:
     return lock
 
 
-def is_in_use(folder: Path) -> bool:
-    """Whether a live process trains in the folder: it holds the lock, which the system frees when a process ends."""
-    try:
-        if (folder / LOCK).is_file():
-            take_lock(folder / LOCK).release()
-    except Timeout:
-        return True
-    except OSError:  # read-only: no process writes there
-        return False
-    return False
+def holder_of(folder: Path) -> ProcessNote | None:
+    """The live process that holds the folder's lock, by the note that it left beside it. Takes no lock."""
+    note = read_note(folder / OWNER)
+    return note if note is not None and note.is_alive() else None
 
 
 def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
@@ -220,8 +239,8 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
         return
     for name in (RECORD, "config.toml", RESERVE):
         (folder / name).unlink(missing_ok=True)
-    if set(os.listdir(folder)) <= {LOCK, SOFT_LOCK}:
+    if set(os.listdir(folder)) <= LOCKS:
         with contextlib.suppress(PermissionError):  # Windows cannot delete a file that is locked
-            (folder / LOCK).unlink(missing_ok=True)
-            (folder / SOFT_LOCK).unlink(missing_ok=True)
+            for name in LOCKS:
+                (folder / name).unlink(missing_ok=True)
             folder.rmdir()

@@ -15,7 +15,7 @@ from rich.console import Console
 from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
 from lora_trainer.data.caches.claims import Claims, wait_for
-from lora_trainer.data.caches.filling import refused
+from lora_trainer.data.caches.filling import refuse_unwritable, refused
 from lora_trainer.data.caches.image_sets import (
     SETS,
     finish_set,
@@ -112,6 +112,7 @@ def _digests_of(wanted: ClassImageSet, compute: Compute) -> list[str]:
     if (digests := read_set(folder, count)) is not None:
         compute.say(f"class images: {counted(count, 'image')} of an earlier run, in {folder}")
         return digests
+    refuse_unwritable(wanted.cache, counted(count, "class image"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mark(wanted.cache)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.report.record import read_record
-from lora_trainer.run.folder import is_in_use
+from lora_trainer.run.folder import holder_of
 from lora_trainer.training.requests import ANSWERED, write_request
 
 
@@ -21,7 +21,7 @@ def send_request(run: Path, do: str, prompts: Sequence[str] = ()) -> Path:
         raise UsageError(
             Problem(f"{run} is not a run: it has no run.json.", "Name the folder of a run, such as runs/cat.")
         )
-    if record.get("status") != "running" or not is_in_use(run):
+    if record.get("status") != "running" or holder_of(run) is None:
         status = "was killed" if record.get("status") == "running" else f"its status is {record.get('status')}"
         raise UsageError(Problem(f"{run} does not train now: {status}.", "Start it, or continue it with --resume."))
     if record.get("training"):

@@ -22,12 +22,12 @@ from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
-from lora_trainer.run.choices import Choices, cap_memory, choose
+from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_their_gpus
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
 from lora_trainer.run.order import Order
-from lora_trainer.training.processes import Processes, join_processes
+from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
 
@@ -64,7 +64,7 @@ class Session:
 
 def open_session(order: Order, inputs: Inputs) -> Session:
     """Join the processes and choose for the hardware; loads no model. Class images are planned ones until they are generated."""
-    processes = join_processes(order.config.train.process_timeout_minutes)
+    processes = processes_on_their_gpus(order.config)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
@@ -81,7 +81,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
             order.console.print(f"train.{name}={shown(value)}: does nothing in a run of one process")
     another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
     is_one = processes.world == 1 and choices.second_gpu is None
-    if is_one and not cpu_requested() and (idle := describe_idle_gpus(1, another)):
+    used = {choices.device.index or 0, choices.encodes_on.index or 0}
+    if is_one and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     refuse_unsuited(order.config, choices, steps.total)
@@ -89,7 +90,7 @@ def open_session(order: Order, inputs: Inputs) -> Session:
 
 
 def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
-    """Raise UsageError for stochastic rounding of weights that are not bf16, and SWA that would average nothing."""
+    """Raise UsageError for stochastic rounding of weights that are not bf16, SWA that would average nothing, and a torch without FSDP's new parts."""
     problems, first = [], first_swa_step(config.train, total_steps)
     if config.optimizer.stochastic_rounding and choices.dtype != torch.bfloat16:
         computed = str(choices.dtype).removeprefix("torch.")
@@ -98,6 +99,12 @@ def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
     if first is not None and (left := max(0, total_steps - first)) < (every := config.train.swa_every_n_steps):
         message = f"train.swa_start={shown(config.train.swa_start)} leaves {left} of {total_steps} steps, and SWA averages the weights of every {every}th."
         problems.append(Problem(message, "Set train.swa_start lower, such as 0.75, or train.swa_every_n_steps lower."))
+    if config.memory.fsdp:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_custom_all_gather"):
+            message = f"memory.fsdp={config.memory.fsdp} needs a newer torch than {torch.__version__}."
+            problems.append(Problem(message, "pip install --upgrade torch, or remove memory.fsdp."))
     if problems:
         raise UsageError(problems)
 
@@ -154,10 +161,19 @@ def fill(session: Session) -> CachePlans:
             )
         raise
     if processes.is_main:
-        kept = keep_limit(plans.latents.folder, int(session.config.cache.limit_gb * 10**9))
-        for line in kept.lines if kept.removed or kept.needed else ():
-            console.print(f"cache: {line}")
+        keep_cache_limit(session, plans.latents.folder)
     return plans
+
+
+def keep_cache_limit(session: Session, folder: Path) -> None:
+    """Keep the cache within `cache.limit_gb`. Tidying ends no run: a cache that may not be written to is used as it is."""
+    try:
+        kept = keep_limit(folder, int(session.config.cache.limit_gb * 10**9))
+    except OSError:
+        return
+    if kept.removed or kept.needed:
+        for line in kept.lines:
+            session.console.print(f"cache: {line}")
 
 
 def earlier_threads(folder: Path) -> int | None:

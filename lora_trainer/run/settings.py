@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from lora_trainer.config.contradictions import OF_MEASUREMENTS, from_user
-from lora_trainer.config.layers import Layer, Resolved, resolve, valid_settings
+from lora_trainer.config.contradictions import OF_MEASUREMENTS, Yields, from_user
+from lora_trainer.config.layers import DEFAULT, Layer, Resolved, resolve, valid_settings
+from lora_trainer.config.options import with_lacking
 from lora_trainer.config.presets import family_layers, refuse_other_family
 from lora_trainer.config.schema import Config, GatesSection, SampleSection
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.schema.types import Flavor, PredictionType
 from lora_trainer.config.toml import EMPTY
-from lora_trainer.core.errors import Problem, UsageError, known_as
+from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
+from lora_trainer.core.imports import is_installed
 from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.family import USUAL_FAMILY, Family, ModelFacts
+from lora_trainer.monitor.tracker_kinds import missing_libraries
+from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.run.accelerate_settings import accelerate_layers, as_note
 from lora_trainer.run.bases import find as bases
 from lora_trainer.run.bases.names import as_hub_part
@@ -60,11 +64,41 @@ def go_offline(config: Config) -> None:
         bases.go_offline()
 
 
+def with_installed_libraries(resolved: Resolved) -> Resolved:
+    """The settings, with AdamW in place of a preset's 8-bit AdamW where bitsandbytes is not installed, which is noted.
+
+    Raises UsageError, before anything is loaded, for all that the user set and that lacks a library.
+    """
+    # A run reports the default tracker where its library is missing, and does without it.
+    trackers = resolved.config.run.trackers if from_user(resolved.origin["run.trackers"]) else ()
+    problems = missing_libraries(trackers)
+    with gathering(problems):
+        refuse_missing_attention(resolved)
+    with gathering(problems):
+        resolved = with_installed_optimizer(resolved)
+    if problems:
+        raise UsageError(problems)
+    return resolved
+
+
 def refuse_missing_attention(resolved: Resolved) -> None:
     """Raise UsageError, before anything is loaded, for an attention backend set by the user whose package is missing."""
     problem = lacking(resolved.config.hardware.attention_backend)
     if problem is not None and from_user(resolved.origin["hardware.attention_backend"]):
         raise UsageError(problem)
+
+
+def with_installed_optimizer(resolved: Resolved) -> Resolved:
+    """The same of the optimizer alone. Its learning rate is that of AdamW; another optimizer's would not be."""
+    setting, name = "optimizer.name", resolved.config.optimizer.name
+    spec = OPTIMIZERS[name]
+    if spec.library is None or is_installed(spec.library):
+        return resolved
+    package = spec.library.replace("_", "-")
+    message, fix = f"{package} is not installed", f"pip install {package}, or set optimizer.name=adamw."
+    if not spec.has_8_bit_state:
+        raise UsageError(Problem(f"{setting}={name}: {message}.", fix))
+    return with_lacking(resolved, [Yields(setting, "adamw", message, fix, f"{DEFAULT} ({message})")])
 
 
 def refuse_unmeasured(gates: GatesSection) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
@@ -27,6 +26,7 @@ from lora_trainer.core.errors import (
     Problem,
     UsageError,
     UserError,
+    gathering,
     is_out_of_memory,
 )
 from lora_trainer.core.hardware import package_versions
@@ -36,12 +36,12 @@ from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
-from lora_trainer.monitor.tracker_kinds import missing_libraries
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
+from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
-from lora_trainer.run.bases.find import named_absolutely, on_stderr, silent
+from lora_trainer.run.bases.find import find_base, named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
@@ -64,9 +64,10 @@ from lora_trainer.run.inputs import (
     read_model,
     with_absolute_paths,
 )
+from lora_trainer.run.lost_files import lost_loras
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.settings import refuse_guidance, refuse_missing_attention, refuse_unchecked, refuse_unmeasured
+from lora_trainer.run.settings import refuse_guidance, refuse_unchecked, refuse_unmeasured, with_installed_libraries
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -106,24 +107,18 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
 
     Raises UserError for everything a user can fix; what was trained until then is saved and recorded.
     """
-    resolved, folder, console, enforce_gates = order.resolved, order.folder, order.console, order.enforce_gates
+    folder, console, enforce_gates = order.folder, order.console, order.enforce_gates
     if enforce_gates:
-        refuse_unmeasured(resolved.config.gates)
-    refuse_unchecked(resolved)
+        refuse_unmeasured(order.config.gates)
+    refuse_unchecked(order.resolved)
     if not dry_run:
-        refuse_missing_attention(resolved)
-        # A run reports the default tracker where its library is missing, and does without it.
-        trackers = resolved.config.run.trackers if from_user(resolved.origin["run.trackers"]) else ()
-        if problems := [
-            *missing_libraries(trackers),
-            *wrong_commands(resolved.config.run),
-            *wrong_scratch(resolved.config.checkpoint.scratch),
-        ]:
-            raise UsageError(problems)
+        order = startable(order)
+    resolved = order.resolved
     announce(resolved.config, console)
     show_commands(resolved, console)
     found = None if dry_run else claim(order)
-    if found is not None and is_finished(found) and not asks_for_more(order, found):
+    lost = {} if found is None or not is_finished(found) else lost_files(order, found)
+    if found is not None and is_finished(found) and not lost and not asks_for_more(order, found):
         return nothing_to_do(order, found)
     find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
@@ -140,11 +135,47 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     with then_command(order) as ended:
         refuse_data(inputs, enforce_gates=enforce_gates)
         inputs = with_weights(order, inputs)  # not downloaded for refused data
-        if found is not None and is_finished(found) and total_steps(order, inputs) <= found.get("steps", 0):
+        is_over = found is not None and is_finished(found) and not lost
+        if found is not None and is_over and total_steps(order, inputs) <= found.get("steps", 0):
             return nothing_to_do(order, found)
         result = run_recorded(order, inputs)
         ended(result.record)
         return result
+
+
+def lost_files(order: Order, record: Mapping[str, Any]) -> dict[str, str]:
+    """The LoRA files of a finished run that are missing or damaged, printed: they are exported again from its checkpoints.
+
+    Raises UsageError where there is none.
+    """
+    lost = lost_loras(order.folder, record)
+    if not lost:
+        return lost
+    found = "; ".join(f"{name} {wrong}" for name, wrong in lost.items())
+    if not checkpoints_in(order.folder / "checkpoints") or not keeps_state(record):
+        message = f"{order.folder} is finished, but {found}, and it has no checkpoint to export the LoRA from."
+        raise UsageError(Problem(message, "Copy the file back, or train again under another --name."))
+    order.console.print(
+        f"{order.folder} is finished, but {found}: the LoRA is exported again from the last checkpoint."
+    )
+    return lost
+
+
+def startable(order: Order) -> Order:
+    """The order with settings for the libraries that are installed; what changes is printed.
+
+    Raises UsageError for all that this machine lacks and that is known without the data and the model.
+    """
+    config = order.config
+    problems = [*wrong_commands(config.run), *wrong_scratch(config.checkpoint.scratch)]
+    resolved = order.resolved
+    with gathering(problems):
+        resolved = with_installed_libraries(resolved)
+    if problems:
+        raise UsageError(problems)
+    for note in resolved.notes[len(order.resolved.notes) :]:
+        order.console.print(note)
+    return replace(order, resolved=resolved)
 
 
 def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
@@ -152,6 +183,7 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
     status, steps = record["status"], record["steps"]
     if is_main_process():
         remove_unfinished(order.folder)  # the report was being written when the run was killed
+        write_missing_report(order, record)
     if ended_early(order, dict(record)):
         order.console.print(
             f"{order.folder} stopped early at step {steps}: {record.get('reason')}. Nothing to do."
@@ -163,6 +195,17 @@ def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
         f" To continue, add --max-steps with more than {steps}."
     )
     return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+
+
+def write_missing_report(order: Order, record: Mapping[str, Any]) -> None:
+    """Write the report of a finished run again where its record names one that is not there."""
+    from lora_trainer.report import FILE, write_report
+
+    if record.get("files", {}).get("report") and not (order.folder / FILE).is_file():
+        try:
+            write_report(order.folder)
+        except Exception as error:  # noqa: BLE001  a report must not change how a run ends
+            order.console.print(f"{FILE} could not be written: {type(error).__name__}: {error}")
 
 
 def total_steps(order: Order, inputs: Inputs) -> int:
@@ -207,6 +250,9 @@ def for_its_model(order: Order) -> tuple[Order, tuple[Family, ModelFacts]]:
 def with_weights(order: Order, inputs: Inputs) -> Inputs:
     """The inputs, with a model whose weights are downloaded. Raises UsageError."""
     if inputs.facts.whole:
+        find_base(
+            order.config.model, offline=order.config.run.offline, say=silent
+        )  # whether its weights can be read here
         return inputs
     say = silent if order.console.quiet else on_stderr
     return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])

@@ -109,10 +109,9 @@ class ProductionTrainer:
 
     def choices(self) -> tuple[str, ...]:
         """What this machine makes of the settings, each with its reason: precision, micro-batch."""
-        from lora_trainer.run.choices import choose
-        from lora_trainer.training.processes import join_processes
+        from lora_trainer.run.choices import choose, processes_on_their_gpus
 
-        processes = join_processes()
+        processes = processes_on_their_gpus(self.config)
         family, facts = read_model(self.config)
         architecture = read_architecture(family, facts)
         return choose(self._resolved, family, architecture, processes.device, processes.world).lines

@@ -30,11 +30,12 @@ from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
-from lora_trainer.run.folder import locked
+from lora_trainer.run.folder import LOCKS, locked
 from lora_trainer.run.folds import with_settings
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
+from lora_trainer.run.settings import with_installed_libraries
 from lora_trainer.run.train import refuse_data
 from lora_trainer.search.confirm import Confirmation, confirm
 from lora_trainer.search.outcome import write_outcome
@@ -163,7 +164,7 @@ def check_order(order: SearchOrder) -> int:
             message = f"--confirm is {pairs}, must be {FEWEST_VALUES} to {MOST_VALUES}."
             problems.append(Problem(message, "Each pair trains two runs; 3 to 5 are usual."))
     folder = order.folder
-    other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {".lock", ".lock.held"})
+    other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - LOCKS)
     if other and not (folder / STUDY_FILE).is_file():
         what = "holds a run" if read_record(folder) is not None else f"exists and has no {STUDY_FILE}"
         problems.append(Problem(f"{folder} {what}.", "Choose another --name or --output."))
@@ -175,6 +176,8 @@ def check_order(order: SearchOrder) -> int:
 def wrong_settings(order: SearchOrder) -> list[Problem]:
     """Settings of all trials that a search cannot have."""
     problems, config = list[Problem](), order.resolved.config
+    with gathering(problems):
+        with_installed_libraries(order.resolved)
     if order.together > 1 and (against := settings_of_all_against(order)):
         message = f"--together is {order.together}, but every trial would train on a base model of its own: {against}."
         problems.append(Problem(message, "Leave it out of the space and the settings, or leave --together out."))

@@ -96,7 +96,12 @@ def make_hooks(run: Run, stopping: Stopping, metrics: Metrics, reporter: Reporte
             # Drawing samples has ended runs: before it, all is on a disk.
             last, wait = stopping.is_last(state), due.samples(state) or due.requested("save")
             with phase("checkpoint"):
-                save(run, state, reporter.flush, last=last, wait=wait, held_up=seconds_of_check)
+                skipped = save(run, state, reporter.flush, last=last, wait=wait, held_up=seconds_of_check)
+                for step in skipped:
+                    message = (
+                        f"the checkpoint of step {step} is skipped: the disk had not written it by step {state.step}"
+                    )
+                    reporter.event(state.step, "checkpoint", message)
         return state
 
     return (

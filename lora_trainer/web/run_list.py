@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +18,12 @@ from lora_trainer.monitor.trackers import METRICS, VALIDATION
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import mapping, number, text, whole
 from lora_trainer.report.record import FILE, read_record
-from lora_trainer.run.folder import LOCK, is_in_use
+from lora_trainer.run.folder import holder_of
 from lora_trainer.web.safety import Refusal
 
 OWN = ".ui"  # the server's own folder inside of that of the runs
 DEEPEST = 2  # folders below it: runs of a batch or a search are in a folder of their own
 LONGEST_ID = 600
-KEPT_SECONDS = 1.0  # how long it counts which process holds which lock
-PROBED_SECONDS = 15.0  # the same of locks that no process of this user on this machine holds
 NO_NAME = re.compile(r"[/\\\0]|:" if os.name == "nt" else r"[/\\\0]")
 SAMPLE = re.compile(r".+_with(_[\d.]+)?\.png")
 Stamp = tuple[int, int, int] | None
@@ -77,14 +73,6 @@ def file_url(run: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that trains in a folder: its number, which the system uses again, and its start."""
-
-    pid: int
-    started: float
-
-
-@dataclass(frozen=True)
 class KeptRow:
     """A row, and what it was made of."""
 
@@ -99,16 +87,13 @@ class RunList:
         self.output = output
         self._lock = threading.Lock()
         self._kept: dict[Path, KeptRow] = {}
-        self._holders: tuple[float, Mapping[str, Holder]] = (0.0, {})
-        self._probed: dict[Path, tuple[float, bool]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each run, newest first."""
         with self._lock:
             folders = list(run_folders(self.output))
-            for kept in (self._kept, self._probed):
-                for gone in kept.keys() - set(folders):
-                    del kept[gone]
+            for gone in self._kept.keys() - set(folders):
+                del self._kept[gone]
             rows = [self._row(folder) for folder in folders]
         return sorted(rows, key=lambda row: (-(row["started"] or 0.0), row["id"]))
 
@@ -125,32 +110,10 @@ class RunList:
             stamps = tuple(map(stamp_of, files))
             if kept is None or kept.stamps != stamps:
                 kept = self._kept[folder] = KeptRow(stamps, row_of(folder, self.output))
-        return {**kept.row, "is_live": kept.row["status"] == "running" and self._is_live(folder)}
-
-    def holder(self, folder: Path) -> Holder | None:
-        """The process of this user on this machine that trains in a folder."""
-        with self._lock:
-            return self._holder(folder)
-
-    def is_live(self, folder: Path) -> bool:
-        """Whether a process trains in the folder, on any machine: it holds the folder's lock."""
-        with self._lock:
-            return self._is_live(folder)
-
-    def _holder(self, folder: Path) -> Holder | None:
-        if time.monotonic() - self._holders[0] > KEPT_SECONDS:
-            self._holders = (time.monotonic(), lock_holders())
-        return self._holders[1].get(os.path.realpath(folder / LOCK))
-
-    def _is_live(self, folder: Path) -> bool:
-        if self._holder(folder) is not None:
-            return True
-        # Asking takes the lock for a moment, so it is done rarely.
-        when, found = self._probed.get(folder, (-PROBED_SECONDS, False))
-        if time.monotonic() - when >= PROBED_SECONDS:
-            found = is_in_use(folder)
-            self._probed[folder] = (time.monotonic(), found)
-        return found
+        row = {**kept.row, "is_live": kept.row["status"] == "running" and holder_of(folder) is not None}
+        if row["outcome"] and row["lora"] and not (folder / row["lora"]).is_file():
+            row["outcome"] = "missing"  # its files change without its record
+        return row
 
 
 def run_folders(output: Path) -> Iterator[Path]:
@@ -203,6 +166,7 @@ def row_of(folder: Path, output: Path) -> dict[str, Any]:
         "ended": changed[0] / 1e9 if changed and status != "running" else None,
         "scores": {name: number(scores.get(name)) for name in ("dataset", "lora")},
         "outcome": record.get("outcome"),
+        "lora": text(mapping(record.get("files")).get("kohya")) or None,
         "preview": None if preview is None else file_url(run, f"samples/{preview}"),
     }
 
@@ -224,20 +188,6 @@ def newest_sample(folder: Path) -> str | None:
     return max(found)[1] if found else None
 
 
-def lock_holders() -> dict[str, Holder]:
-    """The locks of runs that processes have open, with the oldest of the processes of each: its children inherit it."""
-    found: dict[str, list[int]] = {}
-    for pid, path in open_locks():
-        found.setdefault(path, []).append(pid)
-    holders: dict[str, Holder] = {}
-    for path, pids in found.items():
-        started = [(process_start(pid), pid) for pid in pids]
-        alive = sorted((when, pid) for when, pid in started if when is not None)
-        if alive:
-            holders[path] = Holder(alive[0][1], alive[0][0])
-    return holders
-
-
 def process_start(pid: int) -> float | None:
     """When a process started, in seconds since 1970; None where none has this number, or it has ended and waits for its parent."""
     try:
@@ -245,26 +195,3 @@ def process_start(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.Error:
         return None
-
-
-def open_locks() -> Iterator[tuple[int, str]]:
-    """Process and path of each run's lock that a process of this user has open."""
-    suffix = f"{os.sep}{LOCK}"
-    if not os.path.isdir("/proc/self/fd"):
-        for process in psutil.process_iter():
-            try:
-                yield from ((process.pid, each.path) for each in process.open_files() if each.path.endswith(suffix))
-            except psutil.Error:
-                continue
-        return
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            descriptors = os.listdir(f"/proc/{name}/fd")
-        except OSError:  # another user's, or it has ended
-            continue
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if (link := os.readlink(f"/proc/{name}/fd/{descriptor}")).endswith(suffix):
-                    yield int(name), link

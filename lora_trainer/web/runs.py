@@ -20,6 +20,7 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of, text
 from lora_trainer.report.record import BEFORE_AFTER, read_record
+from lora_trainer.run.folder import holder_of
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
 from lora_trainer.web.children import read_end, stop_process
@@ -234,14 +235,12 @@ def stop_run(run: str, state: State) -> Response:
     child = state.children.of(run)
     if child is not None and (run in starting or state.run_rows.is_starting_again(state.runs.row(folder))):
         child.stop()
-    elif state.runs.row(folder)["status"] != "running":
+    elif state.runs.row(folder)["status"] != "running" or (holder := holder_of(folder)) is None:
         raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
-    elif (holder := state.runs.holder(folder)) is not None:
-        stop_process(holder.pid, holder.started)
-    elif state.runs.is_live(folder):
-        raise Refusal(409, Problem(f"{folder.name} is trained on another machine.", "Stop it there."))
+    elif holder.is_of_this_machine:
+        stop_process(holder.process, holder.started)
     else:
-        raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
+        raise Refusal(409, Problem(f"{folder.name} is trained on another machine.", "Stop it there."))
     return JSON({"message": f"{folder.name}: saves and stops within seconds"})
 
 
@@ -260,7 +259,7 @@ def cancel_job(folder: Path) -> bool:
 def request_of_run(run: str, request: SentRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
-    if not state.runs.is_live(folder):
+    if holder_of(folder) is None:
         raise Refusal(409, Problem(f"{folder.name} does not run.", "Resume it first."))
     if (read_record(folder) or {}).get("training"):
         raise Refusal(409, Problem(f"{folder.name} does not train any more.", "Wait for its end."))
@@ -280,7 +279,7 @@ def delete_run(run: str, state: State) -> Response:
         state.request_file(run).unlink(missing_ok=True)
         return JSON({"moved_to": None})
     folder = folder_of(run, state.output)
-    if state.runs.is_live(folder):
+    if holder_of(folder) is not None:
         raise Refusal(409, Problem(f"{folder.name} runs.", "Stop it first."))
     trash = state.own / "trash" / f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     trash.parent.mkdir(parents=True, exist_ok=True)

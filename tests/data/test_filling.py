@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
+from lora_trainer.data import process_notes
 from lora_trainer.data.caches import claims, filling, packing
 from lora_trainer.data.caches.claims import Claims, in_use, oldest_user
 from lora_trainer.data.caches.filling import Work, build_missing
@@ -192,15 +193,16 @@ def test_a_claim_belongs_to_one_process(tmp_path: Path) -> None:
 def on_another_machine(monkeypatch: pytest.MonkeyPatch, name: str, hours: float) -> None:
     """This process seems to be one of another machine, with a clock of its own."""
     true = time.time
-    monkeypatch.setattr(claims, "this_machine", lambda: name)
+    monkeypatch.setattr(process_notes, "this_machine", lambda: name)
     monkeypatch.setattr(time, "time", lambda: true() + 3600 * hours)
 
 
 @pytest.fixture
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has no processor for seconds does not count as silent."""
-    monkeypatch.setattr(claims, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(claims, "SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(process_notes, "RENEW_SECONDS", 0.05)
+    for module in (process_notes, claims):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 4.0)
 
 
 @forked

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from filelock import FileLock
 
+from lora_trainer.run.folder import locked
 from tests.page.browser import PATIENCE, browsing
 from tests.web.site import write_lines, write_run
 from tests.web.test_serve import served
@@ -53,7 +53,7 @@ def test_a_run_is_resumed_with_a_changed_choice(tmp_path: Path) -> None:
 def test_a_refused_request_keeps_its_dialog_open(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "now", status="running", arithmetic={"total": 90})
     with (
-        FileLock(folder / ".lock"),
+        locked(folder),
         served("--output", str(tmp_path)) as (address, _, _),
         browsing(address, "wide") as browser,
     ):
@@ -73,7 +73,7 @@ def test_a_refused_request_keeps_its_dialog_open(tmp_path: Path) -> None:
 def test_curves_of_a_long_run_are_thinned_again_while_news_come(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "now", status="running", steps=3000, arithmetic={"total": 9000})
     with (
-        FileLock(folder / ".lock"),
+        locked(folder),
         served("--output", str(tmp_path)) as (address, _, _),
         browsing(address, "wide") as browser,
     ):

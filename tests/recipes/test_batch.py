@@ -171,6 +171,8 @@ def test_a_batch_refuses_a_lora_that_has_not_seen_every_image(night):
     assert night.run(gates__lora="1e-9", gates__lora_check="lite") == 4
     assert night.jobs("status") == {"ash": "refused"}
     assert "9 images, 6 samples trained in 3 steps: 3 images were never trained" in night.jobs("reason")["ash"]
+    document = json.loads((night.output / "ash" / "run.json").read_text(encoding="utf-8"))
+    assert document["lora"]["cost"]["forward_passes"] == 0  # it has decided without any
     assert night.run("--resume", gates__lora="1e-9", gates__lora_check="lite") == 4
     assert "3 images were never trained" in night.jobs("reason")["ash"]
 
@@ -219,6 +221,24 @@ def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, cap
     assert contents(night.output / "ash") == before
     assert night.jobs("attempts") == {"ash": 1, "birch": 1, "cedar [x]": 1, "dull": 2, "elm": 1, "fir": 2}
     assert night.jobs("status")["fir"] == "done"
+
+
+def test_a_batch_exports_a_lost_lora_again(over, tmp_path, steps_trained):
+    shutil.copytree(over.night.output, tmp_path / "night")
+    night = replace(over.night, output=tmp_path / "night")
+    attempts, files = night.jobs("attempts"), exported(night.output / "ash")
+    (night.output / "ash" / "ash.safetensors").unlink()
+    whole = bytearray((night.output / "birch" / "birch.safetensors").read_bytes())
+    whole[-20] ^= 1
+    (night.output / "birch" / "birch.safetensors").write_bytes(whole)
+    before = contents(night.output / "elm")
+    assert night.run("--resume") == 3  # of the data that was refused
+    assert night.jobs("status")["ash"] == night.jobs("status")["birch"] == "done"
+    changed = {name for name, count in night.jobs("attempts").items() if count != attempts[name]}
+    assert changed == {"ash", "birch", *(name for name in attempts if night.jobs("status")[name] == "refused"), "fir"}
+    assert steps_trained == []
+    assert exported(night.output / "ash") == exported(night.output / "birch") == files
+    assert contents(night.output / "elm") == before
 
 
 def in_run(name: str, step: int, act: Callable[[], None]) -> Callable[[Trackers, list[dict[str, Any]]], None]:

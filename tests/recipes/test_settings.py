@@ -10,6 +10,8 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
+from lora_trainer.report.ending import verdict_of
+from lora_trainer.report.read import read_run
 from lora_trainer.run import room
 from lora_trainer.run import session as session_module
 from lora_trainer.training import fallbacks
@@ -141,6 +143,13 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     document = record(folder)
     assert (document["status"], document["exit_code"], document["lora"]["outcome"]) == ("refused", 4, "refused")
     assert unseen in document["reason"]
+    # What costs no forward pass has decided, so nothing else was measured, and the report says so.
+    assert document["lora"]["cost"]["forward_passes"] == 0
+    assert {part["measured"] for part in document["lora"]["parts"].values()} == {False}
+    assert len({part["reason"] for part in document["lora"]["parts"].values()}) == 1
+    verdict = verdict_of(read_run(folder))
+    assert (verdict.tone, verdict.label) == ("bad", "refused")
+    assert unseen in " ".join(reason.what for reason in verdict.reasons)
     assert unseen in (folder / "brief.refused.txt").read_text("utf-8")
     assert unseen in (folder / "report.html").read_text("utf-8")
     assert (folder / "brief.safetensors").is_file()
@@ -163,6 +172,7 @@ def test_a_lora_that_has_not_seen_every_image_is_refused_by_name(bench, capsys):
     assert "images_never_trained" not in {finding["code"] for finding in record(folder)["lora"]["findings"]}
     capsys.readouterr()
     assert bench.run("noted", steps=2, **low) == 0, "train notes, produce refuses"
+    assert record(bench.folder("noted"))["lora"]["cost"]["forward_passes"] > 0
     assert unseen in capsys.readouterr().out
     assert "No, do not use it" in (bench.folder("noted") / "report.html").read_text("utf-8")
     assert bench.run("off", command="produce", steps=2, gates__lora=0, gates__lora_check="off") == 0, (

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
+from lora_trainer.core import hardware
 from lora_trainer.core.errors import UsageError
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.models import FAMILIES
@@ -24,8 +25,16 @@ from lora_trainer.models.family import Architecture
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
-from lora_trainer.run.choices import Choices, Gpu, choose, choose_encoder_device, choose_second_gpu
+from lora_trainer.run.choices import (
+    Choices,
+    Gpu,
+    choose,
+    choose_encoder_device,
+    choose_second_gpu,
+    processes_on_their_gpus,
+)
 from lora_trainer.run.plans.plan import make_plan
+from lora_trainer.training.processes import Processes
 from tests.recipes.recipe import save_tiny_model
 
 
@@ -158,6 +167,48 @@ def test_where_images_and_captions_are_encoded(wanted, device, gpus, world, expe
 def test_an_encoder_device_that_is_not_there_is_refused(gpus, world, message):
     with pytest.raises(UsageError, match=message):
         choose_encoder_device("cuda:3", CUDA, gpus, world)
+
+
+LAPTOP = [Gpu(0, "RTX 4070", 12.0), Gpu(1, "RTX 3090", 24.0)]
+ALIKE = [Gpu(0, "RTX 3090", 23.7), Gpu(1, "RTX 3090", 24.0)]  # the first one shows the desktop
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "gpus", "trains", "encodes"),
+    [
+        ("auto", None, LAPTOP, 1, "cuda:0"),
+        ("auto", None, LAPTOP[:1], 0, None),
+        ("auto", None, ALIKE, 0, "cuda:1"),
+        ("auto", None, GPUS, 0, "cuda:1"),
+        ("auto", "auto", LAPTOP, 1, "cuda:0"),
+        ("auto", "cuda:1", LAPTOP, 0, "cuda:1"),  # the user gave blocks of the denoiser to the larger one
+        ("cuda:1", None, LAPTOP, 0, "cuda:1"),
+        ("cpu", None, LAPTOP, 0, "cpu"),
+        (None, None, LAPTOP, 0, None),
+    ],
+)
+def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, taken, gpus, trains, encodes):
+    """By the sizes of the GPUs that the machine describes: two processes have a GPU each."""
+    current = []
+    monkeypatch.setattr(hardware, "training_gpu", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=int(gpus[index].gib * GIB))
+    )
+    monkeypatch.setattr(choices, "visible_gpus", lambda: gpus)
+    more = {"hardware": {"text_encoder_device": wanted}, "memory": {"second_gpu": taken, "limit_gib": None}}
+    config = resolve([Layer("--set", more)]).config
+    several = Processes(1, 2, torch.device("cuda", 1), None, lambda: None)
+    monkeypatch.setattr(choices, "join_processes", lambda minutes: several)
+    assert processes_on_their_gpus(config) is several
+    assert current == []
+    monkeypatch.setattr(choices, "join_processes", lambda minutes: Processes(0, 1, CUDA, None, lambda: None))
+    processes = processes_on_their_gpus(config)
+    assert (processes.device, current) == (torch.device("cuda", trains), [processes.device])
+    assert choices.gpu_gib(config) == pytest.approx(gpus[trains].gib)
+    found = choose_encoder_device(wanted, processes.device, gpus, 1)
+    assert (found and found.value) == encodes
 
 
 def free(gpu: Gpu) -> float:

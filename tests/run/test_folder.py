@@ -1,11 +1,24 @@
-"""The next run deletes partial files of a killed one."""
+"""The lock of a run's folder, and the partial files that the next run deletes."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+import filelock
+import pytest
+
+from lora_trainer.cli.main import main
 from lora_trainer.core.io import remove_unfinished
-from lora_trainer.run.folder import LOCK, is_free
+from lora_trainer.data import process_notes
+from lora_trainer.run.folder import LOCK, OWNER, LockNote, holder_of, is_free, locked
+from lora_trainer.web.run_list import RunList
+from tests.web.site import write_run
 
 
 def test_only_partial_files_are_deleted(tmp_path: Path) -> None:
@@ -29,8 +42,92 @@ def test_only_partial_files_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_only_a_claim_is_free(tmp_path: Path) -> None:
-    for name in (LOCK, ".run.json.ab12cd34.part"):
+    for name in (LOCK, OWNER, ".run.json.ab12cd34.part"):
         (tmp_path / name).touch()
     assert is_free(tmp_path)
     (tmp_path / "notes.txt").touch()
     assert not is_free(tmp_path)
+
+
+def test_looking_never_refuses_a_start(tmp_path: Path) -> None:
+    """Starts beside a loop that looks: every one of them gets the lock."""
+    folder, is_over, seen = write_run(tmp_path / "cat", status="running"), threading.Event(), set[int | None]()
+    runs = RunList(tmp_path)
+
+    def look() -> None:
+        while not is_over.is_set():
+            holder = holder_of(folder)
+            seen.add(holder.process if holder is not None else None)
+            runs.rows()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(100):
+            with locked(folder):
+                pass
+    finally:
+        is_over.set()
+        looking.join()
+    assert seen <= {None, os.getpid()}
+
+
+def test_no_command_that_looks_takes_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "cat", status="running", arithmetic={"total": 90})
+    taken: list[str] = []
+    acquire = filelock.BaseFileLock.acquire
+
+    def recorded(self: filelock.BaseFileLock, *arguments: Any, **options: Any) -> Any:
+        taken.append(Path(self.lock_file).name)
+        return acquire(self, *arguments, **options)
+
+    with locked(folder):
+        monkeypatch.setattr(filelock.BaseFileLock, "acquire", recorded)
+        assert main(["request", str(folder), "save"]) == 0
+        for words in (["doctor", str(folder), "--json"], ["report", str(folder)]):
+            main(words)
+        assert [row["is_live"] for row in RunList(tmp_path).rows()] == [True]
+    assert main(["request", str(folder), "save"]) == 2  # it does not train any more
+    capsys.readouterr()
+    assert [name for name in taken if name.startswith(LOCK)] == []
+
+
+def test_the_note_of_a_killed_process_counts_no_more(tmp_path: Path) -> None:
+    program = "import os, sys; from pathlib import Path; from lora_trainer.run.folder import locked\n"
+    program += "with locked(Path(sys.argv[1])): os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == 9
+    assert (tmp_path / OWNER).is_file()
+    assert holder_of(tmp_path) is None
+    with locked(tmp_path):
+        assert (holder := holder_of(tmp_path)) is not None
+        assert holder.process == os.getpid()
+    assert holder_of(tmp_path) is None
+    assert is_free(tmp_path)
+
+
+def test_a_run_of_another_machine_is_live_until_it_is_silent(tmp_path: Path) -> None:
+    note = {"machine": "another", "process": os.getpid(), "started": 1.0, "began": None}
+    path = tmp_path / OWNER
+    path.write_text(json.dumps(note), encoding="ascii")
+    assert (holder := holder_of(tmp_path)) is not None
+    assert not holder.is_of_this_machine
+    silent = path.stat().st_mtime - process_notes.SILENT_SECONDS - 1.0
+    os.utime(path, (silent, silent))
+    assert holder_of(tmp_path) is None
+
+
+def test_a_deleted_folder_gets_no_note(tmp_path: Path) -> None:
+    """Its path may be an empty mount point: only a run that locks the folder again writes there."""
+    folder = tmp_path / "cat"
+    folder.mkdir()
+    with locked(folder) as lock_again:
+        (folder / OWNER).unlink()
+        (folder / LOCK).unlink()
+        folder.rmdir()
+        LockNote(folder / OWNER).renew()
+        assert not folder.exists()
+        folder.mkdir()
+        lock_again()
+        assert holder_of(folder) is not None

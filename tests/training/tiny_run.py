@@ -186,6 +186,8 @@ def outcome(run: Run) -> dict[str, Any]:
         METRICS: rows,
         VALIDATION: read_lines(run.folder / VALIDATION),
         EVENTS: [
-            event for event in read_lines(run.folder / EVENTS) if event["kind"] not in ("signal", "system_memory")
+            event
+            for event in read_lines(run.folder / EVENTS)
+            if event["kind"] not in ("signal", "system_memory", "checkpoint")
         ],
     }

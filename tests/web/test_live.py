@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.run.folder import locked
 from lora_trainer.web import live, run_list
 from lora_trainer.web.live import Watcher
 from lora_trainer.web.run_columns import Tail
@@ -22,9 +22,7 @@ from tests.web.site import write_run
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerState:
-    monkeypatch.setattr(run_list, "KEPT_SECONDS", 0.0)
-    monkeypatch.setattr(run_list, "PROBED_SECONDS", 0.0)
+def state(tmp_path: Path) -> ServerState:
     write_run(tmp_path / "cat", steps=3)
     return ServerState(ServerOptions(tmp_path))
 
@@ -33,8 +31,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerState:
 def running(tmp_path: Path) -> Iterator[Path]:
     """A run that this process trains: it holds its lock."""
     folder = write_run(tmp_path / "now", status="running", steps=3, arithmetic={"total": 9})
-    lock = FileLock(folder / ".lock")
-    with lock:
+    with locked(folder):
         yield folder
 
 

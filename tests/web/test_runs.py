@@ -14,20 +14,21 @@ import pytest
 from starlette.testclient import TestClient
 
 from lora_trainer.report import record as records
+from lora_trainer.run.folder import holder_of
 from lora_trainer.web import run_list
 from lora_trainer.web.run_columns import Columns, thinned
-from lora_trainer.web.run_list import RunList, folder_of, id_of, lock_holders
+from lora_trainer.web.run_list import RunList, folder_of, id_of
 from lora_trainer.web.safety import Refusal
 from tests.conftest import needs_links
 from tests.web.site import site, write_lines, write_run
 
 HOLD = """
 import sys, time
-from filelock import FileLock
-lock = FileLock(sys.argv[1])
-lock.acquire()
-print("held", flush=True)
-time.sleep(60)
+from pathlib import Path
+from lora_trainer.run.folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 
@@ -203,11 +204,12 @@ def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_
     folder = write_run(tmp_path / "now", status="running", started=3000.0, arithmetic={"total": 90})
     assert get(client, "/api/runs")["runs"][0]["is_live"] is False  # it was killed
     assert get(client, "/api/runs?is_live=true") == {"runs": [], "count": 0}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder / ".lock")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        assert lock_holders()[os.path.realpath(folder / ".lock")].pid == process.pid
+        assert (holder := holder_of(folder)) is not None
+        assert holder.process == process.pid
         server = site(tmp_path)
         assert [row["id"] for row in get(server, "/api/runs?is_live=true")["runs"]] == ["now"]
         assert get(server, "/api/runs/now")["may"] == ["stop", "save", "sample", "prompts"]

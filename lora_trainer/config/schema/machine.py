@@ -119,7 +119,7 @@ class HardwareSection(Section):
     text_encoder_device: DeviceName | None = setting(
         None,
         "changes rounding",
-        "where the VAE and frozen text encoders encode images and captions: `cpu`, `cuda:1`, or `auto`, the smallest of the GPUs that do not train; empty: where the run trains",
+        "where the VAE and frozen text encoders encode images and captions: `cpu`, `cuda:1`, or `auto`, where the largest GPU trains and the smallest other one encodes; empty: where the run trains",
     )
     threads: Count | None = setting(
         None,

@@ -15,63 +15,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-import psutil
-
-from lora_trainer.core.hardware import this_machine
-from lora_trainer.core.io import write_json
 from lora_trainer.data.caches.ours import CLAIM, NOTE, named
+from lora_trainer.data.process_notes import SILENT_SECONDS, OwnNote, ProcessNote, read_note
 
 UPKEEP = "upkeep"  # the claim of who packs, marks or removes shards
 POLL = 0.02  # seconds between two looks at what another process builds
 SLOWEST_POLL = 1.0  # after some time: each look asks a network disk
 CLOCK_STEP = 2.0  # seconds by which times on a disk may be coarse
-RENEW_SECONDS = 10.0
-SILENT_SECONDS = 60.0  # after which a process of another machine counts as ended
 
 _users: dict[tuple[int, str], _User] = {}
 _registered = threading.Lock()
 
 
-class _User:
-    """This process at work on one cache: its file in `users`, and a thread that renews it."""
+class _User(OwnNote):
+    """This process at work on one cache: its file in `users`."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "users" / uuid.uuid4().hex)
         self.folder = folder
-        self.path = folder / "users" / uuid.uuid4().hex
         self.callers = self.readers = 0  # who make or keep entries, and those of them whose entries stay on the disk
-        self.began: float | None = None  # the disk's time when the first of the readers began
-        self.over = threading.Event()
-        self.renewing = threading.Thread(target=self.renew_often, daemon=True)
-
-    def write(self) -> None:
-        """Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        started = psutil.Process().create_time()
-        note = {"machine": this_machine(), "process": os.getpid(), "started": started, "began": self.began}
-        write_json(self.path, note)
-
-    def renew(self) -> float:
-        """The disk's time; that of this machine where the disk refuses."""
-        with contextlib.suppress(OSError):
-            if not self.path.exists():  # the cache was removed, or this process was taken for ended
-                self.write()
-            os.utime(self.path)
-            return self.path.stat().st_mtime
-        return time.time()
-
-    def renew_often(self) -> None:
-        while not self.over.wait(RENEW_SECONDS):
-            self.renew()
 
 
 @contextlib.contextmanager
@@ -86,7 +56,7 @@ def _at_work(folder: Path, *, reads: bool = False) -> Iterator[_User]:
             user.write()
         if user.callers == 0:
             _users[name] = user
-            user.renewing.start()
+            user.keep_renewed()
         user.callers += 1
         user.readers += reads
     try:
@@ -99,9 +69,7 @@ def _at_work(folder: Path, *, reads: bool = False) -> Iterator[_User]:
                 user.began = None
             if user.callers == 0:
                 del _users[name]
-                user.over.set()
-                user.renewing.join()
-                user.path.unlink()
+                user.remove()
             elif user.began is None and reads:
                 user.write()
 
@@ -179,7 +147,7 @@ class Claims:
             return True
         except (OSError, ValueError):
             return False
-        other = _read_note(self._user.folder / "users" / name)
+        other = read_note(self._user.folder / "users" / name)
         return other is not None and other.is_alive(self._user.renew)
 
 
@@ -207,41 +175,8 @@ def pauses() -> Iterator[float]:
         pause = min(1.1 * pause, SLOWEST_POLL)
 
 
-@dataclass(frozen=True)
-class _Note:
-    """What a file in `users` says. Times in seconds of the disk's clock, but `started` of the machine's."""
-
-    machine: str
-    process: int
-    started: float
-    began: float | None
-    renewed: float
-
-    def is_alive(self, now: Callable[[], float]) -> bool:
-        """Whether its process lives. `now` gives the disk's time, and is asked for processes of other machines only."""
-        if self.machine != this_machine():
-            return now() - self.renewed <= SILENT_SECONDS
-        try:
-            process = psutil.Process(self.process)
-            is_same = abs(process.create_time() - self.started) <= 1.0
-            return is_same and bool(process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
-
-
-def _read_note(path: Path) -> _Note | None:
-    """None where there is none of ours, or not any more."""
-    try:
-        found = json.loads(path.read_text("ascii"))
-        machine, process, started, began = (found[name] for name in ("machine", "process", "started", "began"))
-        began = None if began is None else float(began)
-        return _Note(str(machine), int(process), float(started), began, path.stat().st_mtime)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _notes(folder: Path) -> dict[Path, _Note]:
-    found = {path: _read_note(path) for path in named(folder / "users", NOTE)}
+def _notes(folder: Path) -> dict[Path, ProcessNote]:
+    found = {path: read_note(path) for path in named(folder / "users", NOTE)}
     return {path: note for path, note in found.items() if note is not None}
 
 

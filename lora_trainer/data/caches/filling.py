@@ -9,6 +9,7 @@ is durable when it is encoded, so a kill loses the batches in hand and nothing e
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections import defaultdict, deque
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.disk import write_with_retry
-from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus
 from lora_trainer.data.caches.claims import Claims, in_use, pauses, upkeep
 from lora_trainer.data.caches.packing import SMALL, pack
@@ -31,6 +32,7 @@ from lora_trainer.data.caches.shards import Layout, layout_of
 from lora_trainer.data.caches.store import Shelf, write_entries
 
 MOST_WORKERS = 8
+UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 
 Prepared = TypeVar("Prepared")
 Progress = Callable[[int, int], None]  # (entries done, entries to build)
@@ -98,6 +100,22 @@ def mark_used(work: Work[Prepared]) -> Shelf:
             with contextlib.suppress(OSError):
                 os.utime(shard.path)
     return shelf
+
+
+def refuse_unwritable(folder: Path, lacking: str) -> None:
+    """Raise UsageError, before any work, for a cache that lacks what a run needs and that may not be written to."""
+    try:
+        with Claims(folder):
+            pass
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise refused(folder, error) from error
+        reason = (error.strerror or str(error)).lower()
+        message = f"The cache {folder} lacks {lacking} and cannot be written to ({reason})."
+        fix = (
+            "Set cache.dir to a folder that can be written to, or fill this cache where it can be: lora-trainer cache."
+        )
+        raise UsageError(Problem(message, fix)) from error
 
 
 def refused(folder: Path, error: OSError) -> TrainingFailed:

@@ -28,7 +28,7 @@ def pack(folder: Path, kind: str, paths: Iterable[Path]) -> int:
     Damaged rows and second copies stay behind. A disk that refuses leaves everything as it was.
     """
     saved = 0
-    with upkeep(folder):
+    with contextlib.suppress(OSError), upkeep(folder):
         by_layout: dict[Layout, list[Path]] = defaultdict(list)
         for path in sorted(set(paths)):
             with contextlib.suppress(OSError, DamagedError):

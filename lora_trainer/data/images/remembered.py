@@ -81,6 +81,7 @@ class Remembered:
     def __init__(self, connection: sqlite3.Connection | None, file: Path) -> None:
         self._connection = connection
         self._file = file
+        self._is_read_only = connection is not None and not _is_writable(file)
 
     def headers(self, places: Sequence[FilePlace]) -> dict[FilePlace, Kept]:
         """The stored headers of these places, whether or not the files changed."""
@@ -124,7 +125,7 @@ class Remembered:
             return []
 
     def _write(self, question: str, values: Sequence[tuple[Any, ...]]) -> None:
-        if self._connection is None or not values:
+        if self._connection is None or self._is_read_only or not values:
             return
         try:
             with self._connection:
@@ -199,7 +200,29 @@ def remembered_bytes(folder: Path) -> int:
     return total
 
 
+def _is_writable(file: Path) -> bool:
+    return os.access(file.parent, os.W_OK) and (not file.exists() or os.access(file, os.W_OK))
+
+
+def _open_read_only(file: Path) -> sqlite3.Connection | None:
+    """The file of a folder in which SQLite may not write its log; None where there is none, or one that is not whole."""
+    connection = None
+    try:
+        log = file.with_name(f"{file.name}-wal")
+        if file.is_file() and (not log.exists() or log.stat().st_size == 0):
+            connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+            if connection.execute("PRAGMA user_version").fetchone()[0] == LAYOUT:
+                return connection
+    except (OSError, sqlite3.Error):
+        pass  # it costs only time
+    if connection is not None:
+        connection.close()
+    return None
+
+
 def _open(file: Path) -> sqlite3.Connection | None:
+    if file.parent.exists() and not _is_writable(file):
+        return _open_read_only(file)
     for _ in range(2):
         connection = None
         try:

@@ -100,7 +100,12 @@ def _shared(path: Path, column: str, blob: Path) -> list[_Image | None]:
     cache = blob.parent.parent
     if (found := _unpacked(cache, blob)) is not None:
         return found
-    with Claims(cache) as claims:
+    try:
+        claims = Claims(cache)
+    except OSError as error:
+        message = f"has images that cannot be laid out in {blob.parent} ({(error.strerror or str(error)).lower()})."
+        raise _RefusedError(message, "Set LORA_TRAINER_CACHE to a folder that can be written to.") from error
+    with claims:
         while True:
             mine = claims.take(blob.stem)
             if (found := _unpacked(cache, blob)) is not None:
@@ -138,7 +143,7 @@ def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
 
 def _remove_former(cache: Path, blob: Path) -> None:
     """Remove what was unpacked of the same file before it changed, unless a living run may read it."""
-    with upkeep(cache):
+    with contextlib.suppress(OSError), upkeep(cache):
         since = oldest_user(cache)
         for path in blob.parent.glob(f"{blob.stem[:16]}*.images"):
             if path != blob and (since is None or last_used(path) < since - CLOCK_STEP):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
-
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.imports import shown
+from lora_trainer.core.imports import is_installed
 
 FROM = {
     "xformers": "pip install xformers",
@@ -20,11 +17,8 @@ MODULES = {"xformers": "xformers", "flash2": "flash_attn", "flash3": "flash_attn
 def lacking(name: str) -> Problem | None:
     """The problem of a backend whose package is not installed, or None; nothing is imported."""
     module = MODULES.get(name)
-    if module is None or sys.modules.get(module) is not None:
+    if module is None or is_installed(module):
         return None
-    with shown(module):
-        if find_spec(module) is not None:
-            return None
     return Problem(
         f"hardware.attention_backend={name}: {name} is not installed ({FROM[name]}).",
         "Install it, or set hardware.attention_backend=auto.",

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.config.schema import FsdpStrategy
-from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.memory.block_swap import swappable_blocks
 
 MIB = 2**20
@@ -48,15 +47,11 @@ def shard_base(
 
     Call it when the adapter is injected, blocks are compiled, and weights are in system memory: one block at a time moves
     to `device`, where this process keeps its part. `full_shard` frees a block's other parts after its forward pass and
-    gathers them again for its backward pass; `shard_grad_op` keeps them until then. Raises UsageError where this torch
-    lacks what is needed.
+    gathers them again for its backward pass; `shard_grad_op` keeps them until then.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    if not hasattr(FSDPModule, "set_custom_all_gather"):
-        message = f"memory.fsdp={strategy} needs a newer torch than {torch.__version__}."
-        raise UsageError(Problem(message, "pip install --upgrade torch, or remove memory.fsdp."))
     trained = {parameter for parameter in denoiser.parameters() if parameter.requires_grad}
     frozen = [parameter for parameter in denoiser.parameters() if not parameter.requires_grad]
     whole, blocks = sum(map(_bytes, frozen)), swappable_blocks(denoiser)

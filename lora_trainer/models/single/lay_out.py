@@ -72,8 +72,12 @@ def lay_out(base: Path | SingleFile, parts: Parts | None = None, *, kept: bool =
             os.utime(target)  # it is used
         return target
     prune_laid_out(spared_days=1)  # of files that users moved or replaced; running commands keep theirs
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    except OSError as error:
+        message = f"{place} is laid out in {target.parent}, which cannot be written to ({(error.strerror or str(error)).lower()})."
+        raise UsageError(Problem(message, "Set LORA_TRAINER_CACHE to a folder that can be written to.")) from error
     try:
         if isinstance(base, SingleFile):
             _from_checkpoint(base, replacement, temporary)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,8 +20,10 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.core.gguf_file import PACKED_TYPES
+from lora_trainer.core.gguf_file import PACKED_TYPES, read_gguf_header
+from lora_trainer.core.imports import is_installed
 from lora_trainer.core.launch import is_main_process
+from lora_trainer.core.tensorfile import METADATA, is_gguf
 from lora_trainer.models.folder import EXPECTED, INDEX, MODULAR_INDEX, index_path, without_weights
 from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
@@ -106,11 +107,9 @@ def find_base(
                 title=checkpoint.title,
                 prediction_by=checkpoint.prediction_by,
             )
-            packed = [kind for kind in checkpoint.denoiser.types.values() if kind in PACKED_TYPES]
-            if weights and packed and importlib.util.find_spec("gguf") is None:
-                message = f"{base.folder} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
-                raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'"))
         replaced = find_parts(model, checkpoint or base.folder, places, offline=offline, weights=weights, say=say)
+        if weights:
+            refuse_without_gguf([base.folder, *filter(None, replaced.parts.values())])
         if base.commit is None and checkpoint is None:  # a hub's model is already checked
             refuse_missing(base.folder, replaced.parts)
     whole = base.whole and replaced.whole
@@ -124,6 +123,20 @@ def find_base(
     if not whole:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return replace(base, folder=folder, places={**places, str(folder): model.path or base.named})
+
+
+def refuse_without_gguf(files: Iterable[Path]) -> None:
+    """Raise UsageError for quantized GGUF files where the package that dequantizes them is not installed."""
+    if is_installed("gguf"):
+        return
+    for file in filter(is_gguf, files):
+        header = read_gguf_header(file)
+        packed = sorted(
+            {row["dtype"] for name, row in header.items() if name != METADATA and row["dtype"] in PACKED_TYPES}
+        )
+        if packed:
+            message = f"{file} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
+            raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'"))
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:

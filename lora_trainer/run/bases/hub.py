@@ -230,10 +230,19 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
     about, headers = _asked_of(model, commit, name, size)
     etag = str(about.etag)
     blobs = _storage(model) / "blobs"
-    blobs.mkdir(parents=True, exist_ok=True)
     part = blobs / f"{etag}.part"
     locks = blobs.parent.parent / ".locks" / blobs.parent.name  # where the hub's own library has its locks
-    locks.mkdir(parents=True, exist_ok=True)
+    reason = ""
+    try:
+        for folder in (blobs, locks):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                reason = f"{folder.name} is read-only"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    if reason:
+        message = f"{model} must be downloaded, and the cache {blobs.parent.parent} cannot be written to ({reason})."
+        raise UsageError(Problem(message, "Set HF_HOME to a folder that can be written to."))
     with FileLock(locks / f"{part.name}.lock"):
         if not (blobs / etag).exists():
             with open(part, "ab") as file:

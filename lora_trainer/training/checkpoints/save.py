@@ -36,6 +36,8 @@ from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.run import Run, is_regular
 from lora_trainer.training.state import TrainState
 
+KEPT_IN_ANY_CASE = 2  # of so many checkpoints, the default, a slow disk has older ones, and the loop waits for none
+
 
 def nothing() -> None:
     pass
@@ -91,19 +93,23 @@ def save(
     last: bool = False,
     wait: bool = False,
     held_up: float = 0.0,
-) -> None:
+) -> list[int]:
     """Queue a checkpoint for writing and prune old ones (main process only; all have the same weights).
 
+    Returns the steps of the checkpoints that are skipped for this one, since the disk is too slow for all of them.
     `before` is called in the writer's thread. With `last` all is in the run's folder on return, with `wait` there or in
     the scratch folder. `held_up` are the seconds that the loop has already lost to this checkpoint.
     """
     if not run.processes.is_main:
-        return
+        return []
     began, section = time.perf_counter() - held_up, run.config.checkpoint
     if last or wait or not is_regular(run, state.step):
         run.writer.settle()  # an extra one must not replace a regular one, which the run rolls back to
     elif (
-        run.config.safeguards.on_nonfinite == "rollback" or section.keep_every or section.keep_best
+        run.config.safeguards.on_nonfinite == "rollback"
+        or section.keep_last > KEPT_IN_ANY_CASE
+        or section.keep_every
+        or section.keep_best
     ) and run.writer.waits("checkpoint"):
         run.writer.settle()  # which checkpoints there are to roll back to, or to keep, must not depend on the disk's speed
     buffers = run.writer.buffers("checkpoint")
@@ -114,7 +120,7 @@ def save(
         before()
         write(run, checkpoint, bytes_of(buffers))
 
-    run.writer.put("checkpoint", write_item, buffers)
+    replaced = run.writer.put("checkpoint", write_item, buffers, state.step)
     run.writer.stalls.append(time.perf_counter() - began)
     if last and not section.save_state:
         keep_weights(run, state.step)  # what can be used of a run that cannot be resumed, if this is its end
@@ -122,6 +128,7 @@ def save(
         run.writer.settle()
     if last:
         run.copier.settle()
+    return replaced
 
 
 def write(run: Run, checkpoint: Checkpoint, size: int) -> None:

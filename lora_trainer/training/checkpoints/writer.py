@@ -24,6 +24,7 @@ class Item:
     kind: Kind
     write: Callable[[], None]
     buffers: Buffers
+    step: int = 0  # of a checkpoint
 
 
 def still_wanted(waiting: Sequence[Item]) -> list[Item]:
@@ -87,22 +88,29 @@ class Writer:
             free = self._free.get(kind)
             return free.pop() if free else {}
 
-    def put(self, kind: Kind, write: Callable[[], None], buffers: Buffers) -> None:
-        """Queue `write`, which writes from `buffers`; do not change them any more."""
+    def put(self, kind: Kind, write: Callable[[], None], buffers: Buffers, step: int = 0) -> list[int]:
+        """Queue `write`, which writes from `buffers`; do not change them any more.
+
+        Returns the steps of the waiting checkpoints that this newer one, of `step`, replaces: they are never written.
+        """
         self.check()
+        replaced: list[int] = []
         with self._changed:
-            before = [*self._waiting, Item(kind, write, buffers)]
+            before = [*self._waiting, Item(kind, write, buffers, step)]
             self._waiting = still_wanted(before)
             for item in before:
                 if not any(item is each for each in self._waiting):
-                    self.replaced += item.kind == "checkpoint"
+                    if item.kind == "checkpoint":
+                        replaced.append(item.step)
                     self._free.setdefault(item.kind, []).append(item.buffers)
+            self.replaced += len(replaced)
             self._changed.notify_all()
         if self._thread is None:
             # In the same context: the thread waits for the disk as the run does.
             self._closing, work = False, (self._work,)
             self._thread = threading.Thread(target=copy_context().run, args=work, name="writer", daemon=True)
             self._thread.start()
+        return replaced
 
     def waits(self, kind: Kind) -> bool:
         """Whether an item of a kind is still queued."""

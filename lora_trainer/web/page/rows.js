@@ -3,7 +3,7 @@
 import { ApiError, get } from "./api.js";
 import { useCallback, useEffect, useLive, useRef, useState } from "./ui.js";
 
-export const OUTCOMES = { passed: "passed, ready to use", refused: "refused, below the minimum", unresolved: "not decided" };
+export const OUTCOMES = { passed: "passed, ready to use", refused: "refused, below the minimum", unresolved: "not decided", missing: "its file is missing" };
 
 export const placeOf = (row) => `#/${!row.is_live && row.scores.lora !== null ? "verdict" : "run"}/${encodeURIComponent(row.id)}`;
 

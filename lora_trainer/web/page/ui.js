@@ -164,7 +164,7 @@ export function Copy({ text, label = "Copy" }) {
 
 const TONES = {
   running: "active", starting: "active", waiting: "", done: "good", finished: "good", passed: "good", unresolved: "warn", completed: "good",
-  failed: "bad", refused: "bad", crashed: "bad", error: "bad", stopped: "warn", cancelled: "warn", paused: "warn",
+  failed: "bad", refused: "bad", missing: "bad", crashed: "bad", error: "bad", stopped: "warn", cancelled: "warn", paused: "warn",
 };
 
 // `words` are shown in place of the status.

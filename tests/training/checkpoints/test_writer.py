@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.core.errors import Problem, TrainingFailed
+from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.training.checkpoints import save as saving
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import (
@@ -74,8 +75,10 @@ def test_a_newer_snapshot_replaces_the_queued_one_and_the_last_is_written() -> N
     with Writer() as writer:
         writer.put("checkpoint", gate.write("1"), {})
         assert gate.began.wait(300)
-        for name in ("2", "3", "4"):
-            writer.put("checkpoint", gate.write(name), writer.buffers("checkpoint"))
+        skipped = [
+            writer.put("checkpoint", gate.write(str(step)), writer.buffers("checkpoint"), step) for step in (2, 3, 4)
+        ]
+        assert skipped == [[], [2], [3]]
         assert gate.written == []
         gate.open.set()
         writer.settle()
@@ -172,6 +175,8 @@ def test_a_slow_disk_skips_some_checkpoints_and_loses_nothing(place: TinyPlace) 
     with patched(saving, "save_checkpoint", late):
         place.train(replace(slow, feed=replace(slow.feed, samples_in=samples_in)))
     assert slow.writer.replaced > 0
+    events = [row for row in read_lines(slow.folder / EVENTS) if row["kind"] == "checkpoint"]
+    assert len(events) == slow.writer.replaced
     assert outcome(slow) == outcome(quick)
     assert step_of(list_checkpoints(slow.checkpoints)[0]) == 6
     named = {read_checkpoint(path).state.best_step for path in list_checkpoints(slow.checkpoints)} - {None}
@@ -215,6 +220,28 @@ def test_samples_come_after_the_checkpoint_of_their_step(place: TinyPlace) -> No
     )
     place.train(drawn)
     assert there == [[2]]
+
+
+@pytest.mark.parametrize("kept", [{"keep_last": 9}, {"keep_every": 1}, {"keep_best": 9}])
+def test_a_slow_disk_loses_none_of_the_checkpoints_to_keep(place: TinyPlace, kept: dict[str, int]) -> None:
+    """The loop waits for the writer, which begins to write only when the loop cannot continue without it."""
+    more = {f"checkpoint__{name}": value for name, value in kept.items()}
+    run = place.run("run", steps=4, checkpoint__every_n_steps=1, validation__every_n_steps=1, **more)
+    opened, settle = threading.Event(), run.writer.settle
+
+    def late(folder: Any, checkpoint: Checkpoint) -> Any:
+        assert opened.wait(300)
+        return save_checkpoint(folder, checkpoint)
+
+    def waited_for() -> None:
+        opened.set()
+        settle()
+
+    run.writer.settle = waited_for  # type: ignore[method-assign]
+    with patched(saving, "save_checkpoint", late):
+        place.train(run)
+    assert {step_of(path) for path in list_checkpoints(run.checkpoints)} == {1, 2, 3, 4}
+    assert run.writer.replaced == 0
 
 
 def test_epochs_between_checkpoints(place: TinyPlace) -> None:
