@@ -12,7 +12,6 @@ import multiprocessing
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -24,7 +23,8 @@ from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, figure, milliseconds
 from lora_trainer.benchmarks.trials.cap import prove_cap
-from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child
+from lora_trainer.benchmarks.trials.row import Asking, TableRow, child
+from lora_trainer.benchmarks.trials.specs import SPECS, Spec
 from lora_trainer.benchmarks.trials.steps import loss_difference
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import package_versions
@@ -32,31 +32,8 @@ from lora_trainer.core.io import read_json, write_json
 
 MINUTES = 25.0
 FILE = "bench-table.json"
-ROWS = Path(__file__).with_name("rows.toml")
 PRELOADED = ["lora_trainer.benchmarks.trials.row"]
 CAP_FAILED = "the cap does not hold here: a process that passed it was not stopped"
-
-
-def read_rows() -> tuple[Spec, ...]:
-    """The rows as they are in their file."""
-    document = tomllib.loads(ROWS.read_text(encoding="utf-8"))
-    return tuple(spec_of(row, document) for row in document["row"])
-
-
-def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
-    own = dict(row)
-    batch = own.pop("batch", 1)
-    settings = {
-        "data.resolution": own.pop("side"),
-        "train.effective_batch_size": batch,
-        "train.max_micro_batch_size": batch,
-    }
-    for each in (document["always"], *(document["settings"][name] for name in own.pop("settings", ()))):
-        settings |= each
-    return Spec(settings=settings, **own)
-
-
-SPECS = read_rows()
 
 
 def measure(asked: RequestedMeasure) -> Report:
