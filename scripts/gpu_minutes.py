@@ -31,8 +31,11 @@ from minutes.tasks import PARTS, Task, all_tasks, simulated  # noqa: E402
 
 MINUTES = 9.0
 RESULTS, LOG, SUMMARY = "results.jsonl", "log.txt", "summary.txt"
-MODULES = ("torch", "numpy", "diffusers", "peft", "transformers", "accelerate", "bitsandbytes", "pytest", "hypothesis")
-ORDER = {"describe": "minutes.work:describe_device", "modules": (*MODULES, "minutes.work")}
+ORDER = {
+    "describe": "minutes.work:describe_device",
+    "loaded": ("minutes.work", "check_regressions", "lora_trainer.benchmarks.trials.row", "diffusers", "peft"),
+    "modules": ("bitsandbytes", "pytest", "hypothesis"),
+}
 ON_A_CPU = 600.0  # seconds that a rehearsed task may take on a busy machine
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: NVIDIA's, WSL's, AMD's
 
@@ -109,7 +112,7 @@ def measure(tasks: Sequence[Task], folder: Path, seconds: float, *, rehearse: bo
             line = {"task": task.name, "part": task.part, "seconds": round(taken, 1), "expected": task.seconds}
             results[task.name] = line | head | result
             with (folder / RESULTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(results[task.name]) + "\n")
+                file.write("\n" + json.dumps(results[task.name]))  # a line that was cut ends here
             print(line_of(results[task.name]), flush=True)
 
         failed = {name for name, line in results.items() if "failed" in line}

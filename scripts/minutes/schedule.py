@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -51,7 +52,10 @@ def run_tasks(
 
 
 class Workers:
-    """The process that measures, and the one that waits for the next part. Each is sent `order` when it starts."""
+    """The process that measures, and the one that waits for the next part. Each is sent `order` when it starts.
+
+    A rehearsal has one process for all parts: on a busy CPU the libraries take longer to load than its tasks take.
+    """
 
     def __init__(self, order: Mapping[str, Any], log: Path) -> None:
         self._order, self._log = dict(order), log
@@ -65,7 +69,7 @@ class Workers:
         facts = self.facts(task.part, seconds)
         if facts is None:
             return self.ended(seconds)
-        if self._spare is None:
+        if self._spare is None and not self._order["rehearse"]:
             self._spare = Worker(self._order, self._log)
         lacking = [name for name in task.needs if name not in facts["modules"]]
         if lacking:
@@ -81,7 +85,7 @@ class Workers:
 
     def facts(self, part: str, seconds: float) -> dict[str, Any] | None:
         """What the part's process says of the machine; None where it does not in time. A part begins in its own process."""
-        if self._current is not None and part != self._part:
+        if self._current is not None and part != self._part and not self._order["rehearse"]:
             self._current.end()
             self._current = None
         if self._current is None:
@@ -174,7 +178,8 @@ def serve(pipe: Connection, order: Mapping[str, Any], log: str) -> None:
     os.dup2(file, 2)
     os.environ.update(order["environment"])
     began = time.monotonic()
-    modules = [name for name in order["modules"] if is_loaded(name)]
+    modules = [name for name in order["loaded"] if is_loaded(name)]
+    modules += [name for name in order["modules"] if importlib.util.find_spec(name)]  # loaded where they are used
     pipe.send({"modules": modules, "import_seconds": time.monotonic() - began})
     with contextlib.suppress(EOFError):
         while True:

@@ -48,8 +48,8 @@ def all_tasks() -> list[Task]:
     """Every task, part by part."""
     tasks = [
         Task("doctor", "machine", 25, 90, WORK + "examine_machine", on_gpu=False),
-        Task("GPU against CPU", "run", 25, 90, WORK + "compare_with_cpu", needs=("diffusers", "peft")),
         Task("resumed", "run", 15, 60, WORK + "compare_resumed", needs=("diffusers", "peft")),
+        Task("GPU against CPU", "run", 25, 90, WORK + "compare_with_cpu", needs=("diffusers", "peft")),
         Task("pytest -m gpu", "tests", 62, 75, WORK + "run_tests", {"seconds": 60}, needs=("pytest", "hypothesis")),
         Task("the cap", "memory", 4, 30, WORK + "try_cap"),
         Task("attention of sdxl", "attention", 10, 60, WORK + "time_attention", {"family": "sdxl"}),

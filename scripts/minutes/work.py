@@ -15,31 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import check_regressions
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import MEASURES, RequestedMeasure
-from lora_trainer.benchmarks.trials.cap import prove_cap
-from lora_trainer.benchmarks.trials.row import Asking, TableRow, laid, measured_row
 from lora_trainer.benchmarks.trials.specs import SPECS
-from lora_trainer.cli.main import main as lora_trainer
 from lora_trainer.core.errors import Problem, UsageError, first_line, is_out_of_memory
 from lora_trainer.core.hardware import cuda_memory_gib, package_versions
 from lora_trainer.core.io import read_json
 from lora_trainer.core.launch import CPU_VARIABLE
-from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.models.quantization.store import make_quantizer
-from lora_trainer.monitor.trackers import Trackers, read_lines
-from lora_trainer.run.inputs import data_in_use
-from lora_trainer.training.processes import join_processes
+
+# What needs diffusers or peft is imported where it is used: a library that is missing costs the tasks that need it.
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[2]
-LOSS_BOUND = check_regressions.TOLERANCE  # relative, of each loss of the run on the GPU from the CPU's
-SAME_BITS = ("train.deterministic=true", "hardware.tf32=false")
+LOSS_BOUND = 1e-3  # relative, of each loss of the run on the GPU from the CPU's
 TESTS = (  # the quickest first
     "tests/monitor/test_gpu.py",
     "tests/training/test_memory_on_a_gpu.py",
@@ -63,7 +53,7 @@ def describe_device(*, rehearse: bool) -> dict[str, Any]:
     facts = {"device": device_name(), "versions": package_versions(), "reason": None}
     if rehearse:
         return facts | {"device": f"{facts['device']}, rehearsed"}
-    return facts | {"reason": None if torch.cuda.is_available() else why_no_gpu(), "gib": cuda_memory_gib()}
+    return facts | {"reason": None if torch.cuda.is_available() else why_no_gpu()}
 
 
 def why_no_gpu() -> str:
@@ -91,8 +81,10 @@ def examine_machine(*, rehearse: bool) -> Rows:
 
 def compare_with_cpu(*, rehearse: bool) -> Rows:
     """The built-in run on the GPU and on the CPU: fp32, the same numbers by position, so that only rounding differs."""
-    steps = 6 if rehearse else 30
-    settings = (*SAME_BITS, f"hardware.threads={1 if rehearse else check_regressions.THREADS}")
+    import check_regressions
+
+    steps = 3 if rehearse else 30
+    settings = ("hardware.tf32=false", f"hardware.threads={1 if rehearse else check_regressions.THREADS}")
     golden = check_regressions.GoldenRun(steps, arguments=tuple(p for each in settings for p in ("--set", each)))
     found = {}
     for device, cpu in (("gpu", rehearse), ("cpu", True)):
@@ -110,30 +102,47 @@ def compare_with_cpu(*, rehearse: bool) -> Rows:
 
 
 def compare_resumed(*, rehearse: bool) -> Rows:
-    """The same run straight, and stopped by a signal and resumed: the same losses and tensors, to the bit."""
+    """The same run straight, and stopped by a signal and resumed: the same losses and tensors, to the bit.
+
+    Where attention has no deterministic form with the settings as they are, the plain formula takes its place.
+    """
+    found = resumed((), rehearse=rehearse)
+    return [found if found["exit_codes"][0] == 0 else resumed(("hardware.attention_backend=math",), rehearse=rehearse)]
+
+
+def resumed(settings: Sequence[str], *, rehearse: bool) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from lora_trainer.cli.main import main as lora_trainer
+    from lora_trainer.monitor.trackers import read_lines
+
     steps, stop = (4, 2) if rehearse else (12, 5)
     with tempfile.TemporaryDirectory() as place, on_device(cpu=rehearse):
         folder = Path(place)
         quick = [f"cache.dir={folder / 'cache'}", "validation.every_n_steps=0", "sample.every_n_steps=0"]
         quick += ["gates.lora_check=off", "run.trackers=[]", "lora.dropout=0.1", "checkpoint.every_n_steps=100"]
-        chosen = [part for each in (*quick, *SAME_BITS) for part in ("--set", each)]
+        chosen = [part for each in (*quick, "train.deterministic=true", *settings) for part in ("--set", each)]
         train = ["train", "--seed", "7", "--max-steps", str(steps), "--output", str(folder), *chosen, "--name"]
         codes = [lora_trainer([*train, "straight"])]
-        with stopped_after(stop):
-            codes.append(lora_trainer([*train, "stopped"]))
-        codes.append(lora_trainer([*train, "stopped", "--resume"]))
+        if codes[0] == 0:
+            with stopped_after(stop):
+                codes.append(lora_trainer([*train, "stopped"]))
+            codes.append(lora_trainer([*train, "stopped", "--resume"]))
         runs = [folder / name for name in ("straight", "stopped")]
         losses = [[row["loss"] for row in read_lines(run / "metrics.jsonl")] for run in runs]
-        loras = [load_file(run / f"{run.name}.safetensors") for run in runs] if codes[0] == codes[2] == 0 else [{}, {}]
-    tensors = sum(torch.equal(loras[0][name], loras[1].get(name, torch.empty(0))) for name in loras[0])
-    row = {"name": "stopped and resumed", "exit_codes": codes, "losses": losses, "tensors": len(loras[0])}
-    row["equal_tensors"], is_whole = tensors, codes == [0, 143, 0] and len(losses[0]) == steps
-    return [{**row, "is_right": is_whole and losses[0] == losses[1] and tensors == len(loras[0]) > 0}]
+        is_whole = codes == [0, 143, 0] and len(losses[0]) == steps
+        loras = [load_file(run / f"{run.name}.safetensors") for run in runs] if is_whole else [{}, {}]
+    equal = sum(torch.equal(loras[0][name], loras[1].get(name, torch.empty(0))) for name in loras[0])
+    is_right = is_whole and losses[0] == losses[1] and equal == len(loras[0])
+    row = {"name": "stopped and resumed", "exit_codes": codes, "losses": losses, "settings": list(settings)}
+    return {**row, "equal_tensors": equal, "is_right": is_right}
 
 
 @contextmanager
 def on_device(*, cpu: bool) -> Iterator[None]:
     """Train on the CPU, or on the GPU if there is one: accelerate chooses once in a process."""
+    from accelerate import PartialState
+
     before = os.environ.pop(CPU_VARIABLE, None)
     if cpu:
         os.environ[CPU_VARIABLE] = "true"
@@ -150,6 +159,8 @@ def on_device(*, cpu: bool) -> Iterator[None]:
 @contextmanager
 def stopped_after(step: int) -> Iterator[None]:
     """A signal to this process when the numbers of a step are written."""
+    from lora_trainer.monitor.trackers import Trackers
+
     written = Trackers.steps
 
     def steps(trackers: Trackers, rows: list[dict[str, Any]]) -> None:
@@ -169,7 +180,8 @@ def stopped_after(step: int) -> Iterator[None]:
 
 def run_tests(seconds: float, *, rehearse: bool) -> Rows:
     """`pytest -m gpu` for so many seconds, the quickest files first; what it passed until then counts."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--no-header", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--no-header"]
+    command += TESTS[:1] if rehearse else TESTS  # without a GPU all of them are skipped
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -196,20 +208,25 @@ def try_cap(*, rehearse: bool) -> Rows:
     """Whether a process that passes its cap is stopped: without that the capped rows show nothing."""
     if rehearse:
         raise UsageError(Problem("A CPU has no cap to try.", "Measure on a GPU."))
+    from lora_trainer.benchmarks.trials.cap import prove_cap
+
     with tempfile.TemporaryDirectory() as folder:
         prove_cap(str(Path(folder) / "cap.json"))
         found = read_json(Path(folder) / "cap.json")
-    free_memory(torch.device("cuda"))
     return [{"name": "more than the cap raises", "is_right": found["holds"], **found}]
 
 
 def measure_row(name: str, *, rehearse: bool) -> Rows:
     """A row of `bench table`. One that is capped and runs out of memory is a result: the plan was wrong."""
+    from lora_trainer.benchmarks.trials.row import Asking, TableRow, measured_row
+    from lora_trainer.evaluation.loading import free_memory
+    from lora_trainer.training.processes import join_processes
+
     (spec,) = [spec for spec in SPECS if spec.name == name]
     gib = cuda_memory_gib()
     if rehearse and spec.settings.get("compile.enabled"):
         raise UsageError(Problem("Nothing is compiled on a CPU in so little time.", "Measure on a GPU."))
-    if gib is not None and spec.cap_gib is not None and spec.cap_gib > gib:
+    if gib is not None and spec.cap_gib is not None and spec.cap_gib > gib + 1:  # one of 24 GB has 23.5 GiB
         raise UsageError(
             Problem(f"It needs a GPU of {spec.cap_gib:g} GB, and this one has {gib:.0f}.", "Leave it out.")
         )
@@ -228,6 +245,9 @@ def measure_row(name: str, *, rehearse: bool) -> Rows:
 
 def compare_layers(*, rehearse: bool) -> Rows:
     """Quantized layers in bf16 against the dense ones in fp32: outputs and gradients of the inputs."""
+    from lora_trainer.models.quantization.store import make_quantizer
+    from lora_trainer.training.processes import join_processes
+
     device, rows = join_processes().device, list[dict[str, Any]]()
     width, side = (64, 8) if rehearse else (1280, 32)
     for name, (stored, products, of_linear, of_convolution) in LAYER_BOUNDS.items():
@@ -275,6 +295,9 @@ def time_together(family: str, *, rehearse: bool) -> Rows:
 
 
 def bench(what: str, family: str, steps: int, *, rehearse: bool, only: str | None = None) -> Rows:
+    from lora_trainer.benchmarks.trials.row import laid
+    from lora_trainer.run.inputs import data_in_use
+
     values: dict[str, Any] = {"model.family": family, "lora.rank": 16, "lora.target_modules": "attention"}
     values |= {"train.effective_batch_size": 1}
     if rehearse:
