@@ -178,8 +178,8 @@ def serve(pipe: Connection, order: Mapping[str, Any], log: str) -> None:
     os.dup2(file, 2)
     os.environ.update(order["environment"])
     began = time.monotonic()
-    modules = [name for name in order["loaded"] if is_loaded(name)]
-    modules += [name for name in order["modules"] if importlib.util.find_spec(name)]  # loaded where they are used
+    modules = [name for name in order["modules"] if importlib.util.find_spec(name)]  # loaded where they are used
+    modules += [name for name in order["loaded"] if is_loaded(name)]
     pipe.send({"modules": modules, "import_seconds": time.monotonic() - began})
     with contextlib.suppress(EOFError):
         while True:

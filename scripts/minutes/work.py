@@ -22,10 +22,14 @@ from lora_trainer.benchmarks.measures import MEASURES, RequestedMeasure
 from lora_trainer.benchmarks.trials.specs import SPECS
 from lora_trainer.core.errors import Problem, UsageError, first_line, is_out_of_memory
 from lora_trainer.core.hardware import cuda_memory_gib, package_versions
+from lora_trainer.core.imports import hide, own_process
 from lora_trainer.core.io import read_json
 from lora_trainer.core.launch import CPU_VARIABLE
 
-# What needs diffusers or peft is imported where it is used: a library that is missing costs the tasks that need it.
+# What needs diffusers or peft is imported where it is used: a library that is missing costs the tasks that need it. One that
+# asks for the GPU when diffusers imports it is hidden: it might take memory there beside the process that measures.
+own_process()
+hide(("bitsandbytes",))
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[2]
