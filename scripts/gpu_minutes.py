@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]  # a checkout that is not installed
 
 from lora_trainer.core.errors import DONE, TRAINING_FAILED, WRONG_USAGE, UserError  # noqa: E402
-from minutes.pages import NothingToWrite, line_of, regressed, summary, write_pages  # noqa: E402
+from minutes.pages import NothingToWrite, checked, line_of, regressed, summary, write_pages  # noqa: E402
 from minutes.schedule import Result, Workers, run_tasks  # noqa: E402
 from minutes.tasks import PARTS, Task, all_tasks, simulated  # noqa: E402
 
@@ -113,18 +113,19 @@ def measure(tasks: Sequence[Task], folder: Path, seconds: float, *, rehearse: bo
             results[task.name] = line | head | result
             with (folder / RESULTS).open("a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps(results[task.name]))  # a line that was cut ends here
-            print(line_of(results[task.name]), flush=True)
+            print(line_of(checked(list(results.values()))[list(results).index(task.name)]), flush=True)
 
         failed = {name for name, line in results.items() if "failed" in line}
         late = run_tasks(tasks, finished, failed, seconds - facts["waited"], workers.perform, keep)
     finally:
         workers.close()
-    text = summary(list(results.values()), [f"{task.name}: {reason}" for task, reason in late])
+    lines = checked(list(results.values()))
+    text = summary(lines, [f"{task.name}: {reason}" for task, reason in late])
     (folder / SUMMARY).write_text(text, encoding="utf-8")
     print(text.partition("\n\n")[0])
-    worse = [] if rehearse else regressed(ROOT, list(results.values()))
+    worse = [] if rehearse else regressed(ROOT, lines)
     print("\n".join(worse))
-    wrong = [row for line in results.values() for row in line.get("rows", ()) if not row["is_right"]]
+    wrong = [row for line in lines for row in line.get("rows", ()) if not row["is_right"]]
     return TRAINING_FAILED if worse or wrong else DONE
 
 

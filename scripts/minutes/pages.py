@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.benchmarks.baseline import held_against
-from lora_trainer.benchmarks.trials.specs import SPECS
+from lora_trainer.benchmarks.trials.specs import SPECS, TableRow, beside, row_of_document
 from lora_trainer.core.errors import UsageError
 from minutes.tasks import PARTS, ROW_PARTS
 
@@ -33,6 +33,9 @@ FIGURES: Mapping[str, str] = {  # what is shown of a row, where it has it
     "equal_tensors": "{} tensors equal",
     "summary": "{}",
 }
+
+
+SPEC_OF = {spec.name: spec for spec in SPECS}
 
 
 class NothingToWrite(Exception):
@@ -122,19 +125,30 @@ def section(lines: Sequence[Line], device: str, versions: Mapping[str, str]) -> 
 
 def is_plain(row: Mapping[str, Any]) -> bool:
     """Whether a row is none of the table's."""
-    return row["name"] not in {spec.name for spec in SPECS}
+    return row["name"] not in SPEC_OF
 
 
-def table_rows(done: Sequence[Line]) -> list[Any]:
+def table_rows(done: Sequence[Line]) -> list[TableRow]:
     """The rows of `bench table`, each held against the one that it names."""
-    from lora_trainer.benchmarks.trials.table import beside, row_of_document
+    found = [row for line in done if line["part"] in ROW_PARTS for row in line["rows"] if not is_plain(row)]
+    rows = {row["name"]: row_of_document(row) for row in found}
+    return [beside(row, rows.get(SPEC_OF[name].like or "")) for name, row in rows.items()]
 
-    likes = {spec.name: spec.like for spec in SPECS}
-    rows = [
-        row_of_document(row) for line in done if line["part"] in ROW_PARTS for row in line["rows"] if not is_plain(row)
-    ]
-    by_name = {row.name: row for row in rows}
-    return [beside(row, by_name.get(likes[row.name] or "")) for row in rows]
+
+def checked(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The results, their rows of steps with ratio and losses against the row that they name, and whether these are in bounds."""
+    compared = {row.name: row for row in table_rows([line for line in lines if "rows" in line])}
+    found = []
+    for line in lines:
+        rows = []
+        for row in line.get("rows", ()):
+            if (own := compared.get(row["name"])) is not None:
+                bound = SPEC_OF[own.name].loss_bound
+                is_near = bound is None or own.loss_mean is None or own.loss_mean <= bound
+                row = {**row, "ratio": own.ratio, "loss_mean": own.loss_mean, "is_right": row["is_right"] and is_near}
+            rows.append(row)
+        found.append({**line, "rows": rows} if "rows" in line else dict(line))
+    return found
 
 
 def write_constants(path: Path, done: Sequence[Line], device: str) -> list[str]:

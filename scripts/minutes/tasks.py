@@ -66,7 +66,8 @@ def all_tasks() -> list[Task]:
 def task_of(spec: Spec) -> Task:
     """The task of a row of the table."""
     needs = ("diffusers", "peft", "bitsandbytes") if "nf4" in spec.settings.values() else ("diffusers", "peft")
-    return Task(spec.name, spec.part, spec.expected, spec.seconds, WORK + "measure_row", {"name": spec.name}, needs)
+    limit = min(spec.seconds, 2 * spec.expected + 20)
+    return Task(spec.name, spec.part, spec.expected, limit, WORK + "measure_row", {"name": spec.name}, needs)
 
 
 def simulated(tasks: Iterable[Task], seconds: float) -> tuple[list[tuple[Task, float]], list[Task]]:

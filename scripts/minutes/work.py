@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import MEASURES, RequestedMeasure
-from lora_trainer.benchmarks.trials.specs import SPECS
+from lora_trainer.benchmarks.trials.specs import SPECS, TableRow
 from lora_trainer.core.errors import Problem, UsageError, first_line, is_out_of_memory
 from lora_trainer.core.hardware import cuda_memory_gib, package_versions
 from lora_trainer.core.imports import hide, own_process
@@ -222,7 +222,7 @@ def try_cap(*, rehearse: bool) -> Rows:
 
 def measure_row(name: str, *, rehearse: bool) -> Rows:
     """A row of `bench table`. One that is capped and runs out of memory is a result: the plan was wrong."""
-    from lora_trainer.benchmarks.trials.row import Asking, TableRow, measured_row
+    from lora_trainer.benchmarks.trials.row import Asking, measured_row
     from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.training.processes import join_processes
 

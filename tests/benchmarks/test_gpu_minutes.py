@@ -363,3 +363,13 @@ def test_the_summary_has_what_was_left_out_and_why(lines):
     assert schedule.answer({"work": f"{WORK}fail", "arguments": {}}, rehearse=False) == {
         "failed": "ValueError: a planted fault"
     }
+
+
+def test_losses_are_held_against_the_dense_row_within_its_bound(lines):
+    int8 = STEP | {"name": "sdxl 1024 int8", "losses": [1.01, 2.02], "context_gib": None}
+    for losses, is_right in (([1.01, 2.02], True), ([1.1, 2.2], False)):
+        rows = [line("sdxl 1024 int8", "quantized", [int8 | {"losses": losses}])]
+        (row,) = pages.checked([*lines, *rows])[-1]["rows"]
+        assert row["is_right"] is is_right
+        assert row["ratio"] == 2.0
+        assert row["loss_mean"] == pytest.approx(losses[0] - 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_as_asked
 from lora_trainer.benchmarks.trials.expected import Expected, expected_of, model_of
 from lora_trainer.benchmarks.trials.memory import context_gib, fragmentation_of, on_cpu
-from lora_trainer.benchmarks.trials.specs import Spec
+from lora_trainer.benchmarks.trials.specs import Spec, TableRow
 from lora_trainer.benchmarks.trials.steps import Steps, inputs_of, own_way, take_steps
 from lora_trainer.benchmarks.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.config.layers import Layer, Resolved
@@ -39,37 +39,6 @@ class Asking:
     warm_up: int = 10
     steps: int = 30
     tiny: bool = False
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A row of the table; without seconds where it was not measured, and why."""
-
-    name: str
-    model: str
-    seconds_median: float | None = None
-    seconds_p10: float | None = None
-    seconds_p90: float | None = None
-    ratio: float | None = None  # over the row that it is held against
-    samples_per_second: float | None = None
-    tflop: float | None = None
-    peak_gib: float | None = None  # allocated
-    reserved_gib: float | None = None
-    predicted_gib: float | None = None  # allocated
-    limit_gib: float | None = None
-    error: float | None = None  # of the prediction: measured over predicted, less one
-    fragmentation: float | None = None  # reserved beyond allocated, as a share of what a step allocates and frees
-    context_gib: float | None = None  # of the GPU, outside of torch's allocator
-    retries: int | None = None
-    precision: str | None = None
-    checkpointed: int | None = None
-    micro: int | None = None
-    warm_up_seconds: float | None = None
-    compilations: int | None = None
-    loss_mean: float | None = None  # relative difference of the first losses from the row it is held against
-    loss_most: float | None = None
-    losses: Sequence[float] = field(default_factory=tuple)
-    failed: str | None = None
 
 
 def settings_of(spec: Spec, asking: Asking, gpu: torch.device) -> Resolved:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, figure, milliseconds
 from lora_trainer.benchmarks.trials.cap import prove_cap
-from lora_trainer.benchmarks.trials.row import Asking, TableRow, child
-from lora_trainer.benchmarks.trials.specs import SPECS, Spec
-from lora_trainer.benchmarks.trials.steps import loss_difference
+from lora_trainer.benchmarks.trials.row import Asking, child
+from lora_trainer.benchmarks.trials.specs import SPECS, Spec, TableRow, beside, row_of_document
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import read_json, write_json
@@ -108,24 +107,6 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
     return {
         "failed": f"took longer than {seconds:.3g} s" if late else f"the process ended with code {process.exitcode}"
     }
-
-
-def row_of_document(found: Mapping[str, Any]) -> TableRow:
-    """A row as a file has it; what this version does not know is left out."""
-    known = {each.name for each in fields(TableRow)}
-    return TableRow(**{name: value for name, value in found.items() if name in known})
-
-
-def beside(row: TableRow, other: TableRow | None) -> TableRow:
-    """The row with its time and its losses held against another's of the same model."""
-    if row.seconds_median is None:
-        return row
-    if other is None or other.seconds_median is None:
-        return replace(row, ratio=1.0)
-    mean, most = loss_difference(row.losses, other.losses) or (None, None)
-    if row.compilations and "shapes" in row.name:
-        mean = most = None  # other samples
-    return replace(row, ratio=row.seconds_median / other.seconds_median, loss_mean=mean, loss_most=most)
 
 
 def rows_in(path: Path, device: str) -> dict[str, TableRow]:
