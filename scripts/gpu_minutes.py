@@ -16,11 +16,13 @@ import argparse
 import json
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]  # a checkout that is not installed
 
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.write:
             print("\n".join(write_pages(ROOT, list(read_results(chosen.output).values()))))
             return DONE
-        return measure(tasks, chosen.output, 60 * chosen.minutes, rehearse=chosen.rehearse)
+        return measure(tasks, chosen.output, BEGAN + 60 * chosen.minutes, rehearse=chosen.rehearse)
     except NothingToWrite as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USAGE
@@ -82,8 +84,8 @@ def print_list(tasks: Sequence[Task], minutes: float) -> None:
         print(f"left for another call, about {left:.0f} s: {'; '.join(task.name for task in late)}")
 
 
-def measure(tasks: Sequence[Task], folder: Path, seconds: float, *, rehearse: bool) -> int:
-    """Measure what is missing in a folder. The exit code."""
+def measure(tasks: Sequence[Task], folder: Path, end: float, *, rehearse: bool) -> int:
+    """Measure what is missing in a folder until the clock is at `end`. The exit code."""
     if rehearse:
         tasks = [replace(task, seconds=1.0, limit=ON_A_CPU, on_gpu=False) for task in tasks]
     results = read_results(folder)
@@ -98,7 +100,7 @@ def measure(tasks: Sequence[Task], folder: Path, seconds: float, *, rehearse: bo
     environment = {"OMP_NUM_THREADS": "1"} if rehearse else {}
     workers = Workers({**ORDER, "environment": environment, "rehearse": rehearse}, folder / LOG)
     try:
-        facts = workers.facts(missing[0].part, seconds)
+        facts = workers.facts(missing[0].part, end - time.monotonic())
         if problem := problem_with(facts, results):
             print(f"error: {problem}", file=sys.stderr)
             return WRONG_USAGE
@@ -116,13 +118,13 @@ def measure(tasks: Sequence[Task], folder: Path, seconds: float, *, rehearse: bo
             print(line_of(checked(list(results.values()))[list(results).index(task.name)]), flush=True)
 
         failed = {name for name, line in results.items() if "failed" in line}
-        late = run_tasks(tasks, finished, failed, seconds - facts["waited"], workers.perform, keep)
+        late = run_tasks(tasks, finished, failed, end, workers.perform, keep)
     finally:
         workers.close()
     lines = checked(list(results.values()))
-    text = summary(lines, [f"{task.name}: {reason}" for task, reason in late])
+    text = summary(lines, late)
     (folder / SUMMARY).write_text(text, encoding="utf-8")
-    print(text.partition("\n\n")[0])
+    print(text.partition("\n\n")[0])  # what was left out, and why
     worse = [] if rehearse else regressed(ROOT, lines)
     print("\n".join(worse))
     wrong = [row for line in lines for row in line.get("rows", ()) if not row["is_right"]]

@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.benchmarks.baseline import held_against
 from lora_trainer.benchmarks.trials.specs import SPECS, TableRow, beside, row_of_document
 from lora_trainer.core.errors import UsageError
-from minutes.tasks import PARTS, ROW_PARTS
+from minutes.tasks import PARTS, ROW_PARTS, Task
 
 Line = Mapping[str, Any]
 PAGE, PLANNER, BASELINE = "docs/benchmarks.md", "lora_trainer/memory_plan/estimate.py", "tests/regressions.json"
@@ -59,14 +59,16 @@ def figures(row: Mapping[str, Any]) -> str:
     return ", ".join([*shown, *wrong, *([f"loss {row['loss_mean']:.1e}"] if row.get("loss_mean") is not None else [])])
 
 
-def summary(lines: Sequence[Line], late: Sequence[str]) -> str:
+def summary(lines: Sequence[Line], late: Sequence[Task]) -> str:
     """The counts, what was left out and why, then every task by part."""
     done = [line for line in lines if "rows" in line]
     skipped = [f"{line['task']}: {line.get('skipped') or line.get('failed')}" for line in lines if "rows" not in line]
     seconds, expected = (sum(line[name] for line in done) for name in ("seconds", "expected"))
     wrong = sum(not row["is_right"] for line in done for row in line["rows"])
     head = [f"{len(done)} tasks measured in {seconds:.0f} s ({expected:.0f} expected), {wrong} rows not right"]
-    head += [f"left out: {text}" for text in (*skipped, *late)]
+    head += [f"left out: {text}" for text in skipped]
+    if late:
+        head.append("no time was left for " + "; ".join(f"{task.name} (about {task.seconds:.0f} s)" for task in late))
     for part, title in PARTS.items():
         own = [line for line in lines if line["part"] == part]
         head += ["", f"{part}: {title}", *map(line_of, own)] if own else []

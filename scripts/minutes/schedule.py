@@ -32,18 +32,17 @@ def run_tasks(
     tasks: Sequence[Task],
     finished: Collection[str],
     failed: Collection[str],
-    seconds: float,
+    end: float,
     perform: Callable[[Task, float], Result],
     keep: Callable[[Task, Result, float], None],
     clock: Callable[[], float] = time.monotonic,
-) -> list[tuple[Task, str]]:
-    """Measure what is missing, and what failed before last, as far as it fits into `seconds`; returns what did not fit."""
-    end, late = clock() + seconds - ENDING, list[tuple[Task, str]]()
-    missing = [task for task in tasks if task.name not in finished]
+) -> list[Task]:
+    """Measure what is missing, and what failed before last, as far as it fits before `end`; returns what did not fit."""
+    late, missing = list[Task](), [task for task in tasks if task.name not in finished]
     for task in sorted(missing, key=lambda task: task.name in failed):
-        left = end - clock()
+        left = end - ENDING - clock()
         if task.seconds > left:
-            late.append((task, f"takes about {task.seconds:.0f} s, and {max(left, 0):.0f} s were left"))
+            late.append(task)
             continue
         began = clock()
         result = perform(task, min(task.limit, left))
@@ -129,8 +128,7 @@ class Worker:
             if loaded is None or found is None:
                 return None
             unknown = {"device": "unknown", "versions": {}, "reason": found.get("failed") or found.get("skipped")}
-            waited = time.monotonic() - end + seconds
-            self._facts = loaded | found.get("rows", unknown) | {"waited": waited}
+            self._facts = loaded | found.get("rows", unknown)
         return self._facts
 
     def ask(self, work: Mapping[str, Any], seconds: float) -> Result | None:
