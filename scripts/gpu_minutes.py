@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]  # a checkout that is not inst
 from lora_trainer.core.errors import DONE, TRAINING_FAILED, WRONG_USAGE, UserError  # noqa: E402
 from minutes.pages import NothingToWrite, checked, line_of, regressed, summary, write_pages  # noqa: E402
 from minutes.schedule import Result, Workers, run_tasks  # noqa: E402
-from minutes.tasks import PARTS, Task, all_tasks, simulated  # noqa: E402
+from minutes.tasks import PARTS, Task, all_tasks, rehearsed, simulated  # noqa: E402
 
 MINUTES = 9.0
 RESULTS, LOG, SUMMARY = "results.jsonl", "log.txt", "summary.txt"
@@ -87,7 +86,7 @@ def print_list(tasks: Sequence[Task], minutes: float) -> None:
 def measure(tasks: Sequence[Task], folder: Path, end: float, *, rehearse: bool) -> int:
     """Measure what is missing in a folder until the clock is at `end`. The exit code."""
     if rehearse:
-        tasks = [replace(task, seconds=1.0, limit=ON_A_CPU, on_gpu=False) for task in tasks]
+        tasks = rehearsed(tasks, ON_A_CPU)
     results = read_results(folder)
     finished = {name for name, line in results.items() if "rows" in line}
     missing = [task for task in tasks if task.name not in finished]

@@ -6,7 +6,7 @@ The rows of steps are those of `lora-trainer bench table`: `lora_trainer/benchma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.benchmarks.trials.specs import SPECS, Spec
@@ -80,3 +80,15 @@ def simulated(tasks: Iterable[Task], seconds: float) -> tuple[list[tuple[Task, f
         planned.append((task, now))
         now += task.seconds
     return planned, late
+
+
+def rehearsed(tasks: Iterable[Task], limit: float) -> list[Task]:
+    """The tasks of a rehearsal, each with so many seconds: of the parts with many rows alike, one row of each family."""
+    family_of = {spec.name: spec.family for spec in SPECS}
+    found, seen = list[Task](), set[tuple[str, str]]()
+    for task in tasks:
+        place = task.part, family_of.get(task.name, task.name)
+        if task.part not in ("memory", "rest") or place not in seen:
+            seen.add(place)
+            found.append(replace(task, seconds=1.0, limit=limit, on_gpu=False))
+    return found

@@ -21,7 +21,7 @@ from lora_trainer.benchmarks.trials.specs import SPECS
 from minutes import pages, schedule
 from minutes.pages import NothingToWrite, regressed, summary, write_pages
 from minutes.schedule import Workers, run_tasks
-from minutes.tasks import ENDING, PARTS, Task, all_tasks, simulated
+from minutes.tasks import ENDING, PARTS, Task, all_tasks, rehearsed, simulated
 from tests.benchmarks.minutes_work import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +109,15 @@ def test_tasks_are_unique_bounded_and_cover_every_row_of_the_table():
         ("sd15", "sdxl", "sd3", "flux", "flux2", "z_image"), 2
     )
     assert {spec.cap_gib for spec in SPECS if spec.part == "memory"} == {8.0, 12.0, 24.0}
+
+
+def test_a_rehearsal_has_every_part_and_family():
+    tasks = rehearsed(all_tasks(), 60.0)
+    assert {task.part for task in tasks} == set(PARTS)
+    families = {spec.name: spec.family for spec in SPECS}
+    memory = [families[task.name] for task in tasks if task.part == "memory" and task.name in families]
+    assert sorted(memory) == ["flux", "flux2", "sd15", "sd3", "sdxl", "z_image"]
+    assert not any(task.on_gpu for task in tasks)
 
 
 @pytest.fixture
