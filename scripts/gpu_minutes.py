@@ -125,7 +125,8 @@ def measure(tasks: Sequence[Task], folder: Path, end: float, *, rehearse: bool) 
     (folder / SUMMARY).write_text(text, encoding="utf-8")
     print(text.partition("\n\n")[0])  # what was left out, and why
     worse = [] if rehearse else regressed(ROOT, lines)
-    print("\n".join(worse))
+    for problem in worse:
+        print(problem)
     wrong = [row for line in lines for row in line.get("rows", ()) if not row["is_right"]]
     return TRAINING_FAILED if worse or wrong else DONE
 
