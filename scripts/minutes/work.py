@@ -279,7 +279,7 @@ def compare_layers(*, rehearse: bool) -> Rows:
 
 def outputs_of(layer: nn.Module, x: Tensor) -> list[Tensor]:
     """The layer's output, and the gradient of its input for a fixed gradient of the output."""
-    x = x.requires_grad_()
+    x = x.detach().clone().requires_grad_()
     y = layer(x)
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     y.backward(upstream)
