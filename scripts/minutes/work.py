@@ -298,7 +298,7 @@ def time_attention(family: str, *, rehearse: bool) -> Rows:
 
 def time_together(family: str, *, rehearse: bool) -> Rows:
     """`bench together`: 1, 2, 4 and 8 LoRAs on one base model."""
-    return bench("together", family, 1 if rehearse else 4, rehearse=rehearse, only="as set")
+    return bench("together", family, 2 if rehearse else 4, rehearse=rehearse, only="as set")
 
 
 def bench(what: str, family: str, steps: int, *, rehearse: bool, only: str | None = None) -> Rows:
