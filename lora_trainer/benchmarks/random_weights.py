@@ -28,7 +28,9 @@ def with_random_weights(
     `narrow` stores each layer in fewer bits as soon as it has its numbers. A GPU makes also what stays in host memory: a
     CPU takes half a minute for twelve thousand million numbers.
     """
-    maker = torch.device("cuda") if torch.cuda.is_available() and not cpu_requested() else device
+    maker = device
+    if torch.cuda.is_available() and not cpu_requested():
+        maker = torch.device("cuda", torch.cuda.current_device())
     with init_empty_weights(include_buffers=False):
         module = make()
     for buffer in module.buffers():
@@ -43,8 +45,9 @@ def with_random_weights(
             place = (place + empty.numel()) % NUMBERS
         if narrow is not None:
             narrow(layer)
-        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
-            tensor.data = tensor.data.to(device)
+        if maker != device:
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
     widen_kept(module, dtype)
     return nn.Module.to(module, device).eval()
 
