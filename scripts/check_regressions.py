@@ -54,6 +54,7 @@ from lora_trainer.run.settings import settle
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = ROOT / "tests" / "regressions.json"
 PARTS = ("speed", "memory", "losses")
+GPU = "gpu"  # rows of a GPU: scripts/gpu_minutes.py writes and compares them
 THREADS = 2  # sums on a CPU are split by it, and ratios depend on it
 REPEATS, MOST_REPEATS, STEPS = 4, 8, 10
 SPEED_SECONDS = 150.0  # no further repeats after it
@@ -385,7 +386,7 @@ COMPARE: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], bool], lis
 
 def document_text(document: Mapping[str, Any]) -> str:
     """JSON with each list of numbers on one line, so that a change of the file can be read."""
-    text = json.dumps({name: document[name] for name in ("measured", *PARTS) if name in document}, indent=1)
+    text = json.dumps({name: document[name] for name in ("measured", *PARTS, GPU) if name in document}, indent=1)
     return re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 

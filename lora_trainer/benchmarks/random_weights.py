@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from lora_trainer.core.launch import cpu_requested
 from lora_trainer.models.frozen import widen_kept
 from lora_trainer.models.quantization.store import Narrow
 
@@ -24,14 +25,18 @@ def with_random_weights(
 ) -> nn.Module:
     """The module that `make` makes, frozen and in eval mode, its parameters as large as torch's own at the start.
 
-    `narrow` stores each layer in fewer bits as soon as it has its numbers.
+    `narrow` stores each layer in fewer bits as soon as it has its numbers. A GPU makes also what stays in host memory: a
+    CPU takes half a minute for twelve thousand million numbers.
     """
+    maker = device
+    if torch.cuda.is_available() and not cpu_requested():
+        maker = torch.device("cuda", torch.cuda.current_device())
     with init_empty_weights(include_buffers=False):
         module = make()
     for buffer in module.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
-    drawn = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
+    drawn = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)).to(maker)
     place = 0
     for layer in list(module.modules()):
         for name, empty in list(layer.named_parameters(recurse=False)):
@@ -40,6 +45,9 @@ def with_random_weights(
             place = (place + empty.numel()) % NUMBERS
         if narrow is not None:
             narrow(layer)
+        if maker != device:
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
     widen_kept(module, dtype)
     return nn.Module.to(module, device).eval()
 

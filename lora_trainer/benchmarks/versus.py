@@ -22,7 +22,8 @@ from lora_trainer.benchmarks.measures import COLUMNS, Column, MeasureRow, Reques
 from lora_trainer.benchmarks.own_loop import Way, own_loop
 from lora_trainer.benchmarks.split import Split
 from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked, subject_of
-from lora_trainer.benchmarks.trials.steps import FIRST, changed, loss_difference
+from lora_trainer.benchmarks.trials.specs import loss_difference
+from lora_trainer.benchmarks.trials.steps import FIRST, changed
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.schema import Config

@@ -15,6 +15,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from lora_trainer.core.version import __version__
+
 PACKAGES = (
     "torch",
     "diffusers",
@@ -119,8 +121,9 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages that results depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("lora-trainer", *PACKAGES):
+    # A checkout that is not installed has no metadata of its own.
+    found = {"python": platform.python_version(), "lora-trainer": __version__}
+    for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

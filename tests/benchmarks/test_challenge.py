@@ -10,7 +10,8 @@ import pytest
 
 import lora_trainer
 from lora_trainer.benchmarks.trials.challenge import RECORDS, aimed, challenge_settings, step_rows
-from lora_trainer.benchmarks.trials.row import TableRow, laid
+from lora_trainer.benchmarks.trials.row import laid
+from lora_trainer.benchmarks.trials.specs import TableRow
 from lora_trainer.cli.main import main
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 

@@ -19,7 +19,8 @@ import torch
 
 from lora_trainer.benchmarks import subject, turns
 from lora_trainer.benchmarks.trials import batch, resolution, row, scaling, sums, table, together
-from lora_trainer.benchmarks.trials.row import Asking, Spec, settings_of
+from lora_trainer.benchmarks.trials.row import Asking, settings_of
+from lora_trainer.benchmarks.trials.specs import Spec
 from lora_trainer.cli.main import main
 from lora_trainer.models import unet
 from lora_trainer.models.compiled import MOST_SHAPES

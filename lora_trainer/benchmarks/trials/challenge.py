@@ -21,9 +21,10 @@ import torch
 
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, tenths
-from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child, laid
+from lora_trainer.benchmarks.trials.row import Asking, child, laid
+from lora_trainer.benchmarks.trials.specs import Spec, TableRow, row_of_document
 from lora_trainer.benchmarks.trials.steps import changed, layers_of
-from lora_trainer.benchmarks.trials.table import in_child, row_of_document
+from lora_trainer.benchmarks.trials.table import in_child
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.toml import EMPTY

@@ -186,8 +186,7 @@ def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: S
             "No GPU: storages are counted as the plan counts them.",
             f"What the plan adds on a GPU for {unseen} cannot be measured here.",
         ]
-    passing = measured.adapter + measured.optimizer + measured.passing
-    fragmentation = max(0.0, (held.reserved - measured.live) / passing)
+    fragmentation = fragmentation_of(held.reserved, measured.live, measured.weights)
     notes = [
         f"Reserved over live: {fragmentation:.1%} of what a step allocates and frees; the plan says {FRAGMENTATION:.0%}."
     ]
@@ -203,8 +202,15 @@ def notes_on(device: torch.device, expected: Expected, measured: AtPeak, held: S
     return notes
 
 
+def fragmentation_of(reserved: int, live: int, weights: int) -> float:
+    """Bytes that the allocator reserved beyond those in use at the peak, over what is no weight: as the plan has it."""
+    return max(0.0, (reserved - live) / (live - weights))
+
+
 def context_gib(device: torch.device) -> float | None:
-    """GiB of the GPU that are taken and not torch's; other programs' are among it. None where nobody says."""
+    """GiB of the GPU that are taken and not torch's; other programs' are among it. None without a GPU that says it."""
+    if device.type != "cuda":
+        return None
     try:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError:  # some virtual GPUs do not say

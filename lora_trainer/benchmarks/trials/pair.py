@@ -18,6 +18,7 @@ from lora_trainer.benchmarks.measures import RequestedMeasure
 from lora_trainer.benchmarks.own_loop import Way
 from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked, subject_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
+from lora_trainer.benchmarks.trials.specs import loss_difference
 from lora_trainer.benchmarks.trials.steps import (
     FIRST,
     RATE,
@@ -26,7 +27,6 @@ from lora_trainer.benchmarks.trials.steps import (
     changed,
     held_on,
     inputs_of,
-    loss_difference,
     own_way,
     retries_of,
     take_steps,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_as_asked
 from lora_trainer.benchmarks.trials.expected import Expected, expected_of, model_of
-from lora_trainer.benchmarks.trials.memory import on_cpu
+from lora_trainer.benchmarks.trials.memory import context_gib, fragmentation_of, on_cpu
+from lora_trainer.benchmarks.trials.specs import Spec, TableRow
 from lora_trainer.benchmarks.trials.steps import Steps, inputs_of, own_way, take_steps
 from lora_trainer.benchmarks.usual import USUAL, add_usual_adapter, use_adapter, usual_step
 from lora_trainer.config.layers import Layer, Resolved
@@ -32,58 +33,12 @@ SIDES = ((64, 64), (56, 72), (72, 56), (48, 80), (80, 48), (40, 96), (96, 40), (
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What a row trains and how. `like` names the row of the same model whose losses and time it is held against.
-
-    `cap_gib` emulates a GPU; `shapes` is how many sizes of images come in turn; `seconds` is what the row may take.
-    """
-
-    name: str
-    family: str
-    settings: Mapping[str, Any]
-    like: str | None = None
-    cap_gib: float | None = None
-    way: Literal["ours", "example"] = "ours"
-    shapes: int = 1
-    seconds: float = 120.0
-
-
-@dataclass(frozen=True)
 class Asking:
     """How all rows are measured. `tiny`: thin models and small images, for machines without a GPU."""
 
     warm_up: int = 10
     steps: int = 30
     tiny: bool = False
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A row of the table; without seconds where it was not measured, and why."""
-
-    name: str
-    model: str
-    seconds_median: float | None = None
-    seconds_p10: float | None = None
-    seconds_p90: float | None = None
-    ratio: float | None = None  # over the row that it is held against
-    samples_per_second: float | None = None
-    tflop: float | None = None
-    peak_gib: float | None = None  # allocated
-    reserved_gib: float | None = None
-    predicted_gib: float | None = None  # allocated
-    limit_gib: float | None = None
-    error: float | None = None  # of the prediction: measured over predicted, less one
-    retries: int | None = None
-    precision: str | None = None
-    checkpointed: int | None = None
-    micro: int | None = None
-    warm_up_seconds: float | None = None
-    compilations: int | None = None
-    loss_mean: float | None = None  # relative difference of the first losses from the row it is held against
-    loss_most: float | None = None
-    losses: Sequence[float] = field(default_factory=tuple)
-    failed: str | None = None
 
 
 def settings_of(spec: Spec, asking: Asking, gpu: torch.device) -> Resolved:
@@ -202,6 +157,9 @@ def row_from(
     held, samples = steps.held, sum(len(micro.t) for micro in inputs[0])
     predicted = None if expected is None or spec.way != "ours" else expected.live / GIB
     error = held.gib / predicted - 1 if held.gib is not None and predicted else None
+    fragmentation = None
+    if expected is not None and held.allocated is not None and held.reserved is not None:
+        fragmentation = fragmentation_of(held.reserved, held.allocated, expected.weights)
     return TableRow(
         name=spec.name,
         model=subject.name,
@@ -215,6 +173,8 @@ def row_from(
         predicted_gib=predicted,
         limit_gib=None if spec.cap_gib is None else usable_gib(spec.cap_gib),
         error=error,
+        fragmentation=fragmentation,
+        context_gib=context_gib(subject.context.device),
         retries=None if held.allocated is None else held.retries,
         precision=subject.precision,
         checkpointed=checkpointed_blocks(subject.context.denoiser),

@@ -165,15 +165,6 @@ def held_on(device: torch.device, retries: int) -> StepMemory:
     return StepMemory(most, reserved, retries_of(device) - retries)
 
 
-def loss_difference(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
-    """Mean and largest relative difference of losses of the same samples and noise; None where there are none."""
-    pairs = list(zip(losses, base, strict=False))
-    if not pairs:
-        return None
-    apart = [abs(own - other) / max(abs(other), 1e-12) for own, other in pairs]
-    return statistics.fmean(apart), max(apart)
-
-
 class Counted(Account):
     """Follows the storages of a step that is really taken."""
 

@@ -12,9 +12,8 @@ import multiprocessing
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +23,16 @@ from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, figure, milliseconds
 from lora_trainer.benchmarks.trials.cap import prove_cap
-from lora_trainer.benchmarks.trials.row import Asking, Spec, TableRow, child
-from lora_trainer.benchmarks.trials.steps import loss_difference
+from lora_trainer.benchmarks.trials.row import Asking, child
+from lora_trainer.benchmarks.trials.specs import SPECS, Spec, TableRow, beside, row_of_document
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import read_json, write_json
 
 MINUTES = 25.0
 FILE = "bench-table.json"
-ROWS = Path(__file__).with_name("rows.toml")
 PRELOADED = ["lora_trainer.benchmarks.trials.row"]
 CAP_FAILED = "the cap does not hold here: a process that passed it was not stopped"
-
-
-def read_rows() -> tuple[Spec, ...]:
-    """The rows as they are in their file."""
-    document = tomllib.loads(ROWS.read_text(encoding="utf-8"))
-    return tuple(spec_of(row, document) for row in document["row"])
-
-
-def spec_of(row: Mapping[str, Any], document: Mapping[str, Any]) -> Spec:
-    own = dict(row)
-    batch = own.pop("batch", 1)
-    settings = {
-        "data.resolution": own.pop("side"),
-        "train.effective_batch_size": batch,
-        "train.max_micro_batch_size": batch,
-    }
-    for each in (document["always"], *(document["settings"][name] for name in own.pop("settings", ()))):
-        settings |= each
-    return Spec(settings=settings, **own)
-
-
-SPECS = read_rows()
 
 
 def measure(asked: RequestedMeasure) -> Report:
@@ -131,24 +107,6 @@ def in_child(work: Any, arguments: tuple[Any, ...], path: Path, seconds: float) 
     return {
         "failed": f"took longer than {seconds:.3g} s" if late else f"the process ended with code {process.exitcode}"
     }
-
-
-def row_of_document(found: Mapping[str, Any]) -> TableRow:
-    """A row as a file has it; what this version does not know is left out."""
-    known = {each.name for each in fields(TableRow)}
-    return TableRow(**{name: value for name, value in found.items() if name in known})
-
-
-def beside(row: TableRow, other: TableRow | None) -> TableRow:
-    """The row with its time and its losses held against another's of the same model."""
-    if row.seconds_median is None:
-        return row
-    if other is None or other.seconds_median is None:
-        return replace(row, ratio=1.0)
-    mean, most = loss_difference(row.losses, other.losses) or (None, None)
-    if row.compilations and "shapes" in row.name:
-        mean = most = None  # other samples
-    return replace(row, ratio=row.seconds_median / other.seconds_median, loss_mean=mean, loss_most=most)
 
 
 def rows_in(path: Path, device: str) -> dict[str, TableRow]:
