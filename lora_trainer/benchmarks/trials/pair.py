@@ -150,7 +150,7 @@ def saving_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
     folder.mkdir(parents=True, exist_ok=True)
     run = replace(subject.run, folder=folder)
     way = own_way(subject.context, inputs_of(subject))
-    rounds: dict[Callable[[Run, TrainState], None], list[float]] = {in_the_loop: [], save: []}
+    rounds: dict[Callable[[Run, TrainState], object], list[float]] = {in_the_loop: [], save: []}
     with run.writer:
         for number in range(1 + max(2, steps // EVERY)):
             for how in turns.in_turn(list(rounds), number):
