@@ -199,7 +199,7 @@ def on_another_machine(monkeypatch: pytest.MonkeyPatch, name: str, hours: float)
 
 @pytest.fixture
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has no processor for seconds does not count as silent."""
+    """A process that gets no CPU for seconds does not count as silent."""
     monkeypatch.setattr(process_notes, "RENEW_SECONDS", 0.05)
     for module in (process_notes, claims):
         monkeypatch.setattr(module, "SILENT_SECONDS", 4.0)
