@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,42 @@ PEFT_ENDS = {
     "lora_up.weight": DIFFUSERS_UP[1:],
     DORA: "lora_magnitude_vector.weight",
 }
+
+
+# Without `lora_A` in the first key diffusers takes a file for one of before peft, and this layer for a list of layers.
+RENAMED_MAGNITUDE = ".to_out.lora_magnitude_vector"
+
+
+def renamed_magnitudes(keys: Iterable[str]) -> list[str]:
+    """The DoRA magnitudes that diffusers would look for by another name; their layers then raise in the first forward pass.
+
+    `keys` are those of a file in the order of its bytes. diffusers looks at the first one of each component.
+    """
+    by_component: dict[str, list[str]] = {}
+    for key in keys:
+        by_component.setdefault(key.partition(".")[0], []).append(key)
+    misread = [own for own in by_component.values() if "lora_A" not in own[0]]
+    return [key for own in misread for key in own if RENAMED_MAGNITUDE in key]
+
+
+def in_order_of_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The keys of a file's tensors as safetensors stores them: those of wide numbers first, then by name."""
+    return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+
+
+def with_first_pair_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, of which diffusers renames no magnitude.
+
+    Magnitudes are in fp32, and so they lie before pairs in fp16. Where that matters the first pair of each component is stored
+    in fp32 too, with the same numbers: its `lora_A` comes before all magnitudes by its name.
+    """
+    stored = dict(tensors)
+    for component in {key.partition(".")[0] for key in renamed_magnitudes(in_order_of_bytes(tensors))}:
+        downs = [key for key in tensors if key.startswith(f"{component}.") and key.endswith(DIFFUSERS_DOWN)]
+        for down in sorted(downs)[:1]:  # none where the magnitudes are over other changes than pairs
+            for key in (down, down.removesuffix(DIFFUSERS_DOWN) + DIFFUSERS_UP):
+                stored[key] = tensors[key].float()
+    return stored
 
 
 def adapter_metadata(weights: LoraWeights) -> str:

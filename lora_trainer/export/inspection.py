@@ -61,6 +61,7 @@ class Inspected:
     alpha_keys: bool = False  # alpha has tensors of its own
     numbered: bool = False  # the first text encoder's keys have a number, as where there are several
     learned_tokens: Sequence[str] = field(default=())
+    keys: Sequence[str] = ()  # in the order of their bytes; none of a damaged file
 
 
 def inspect(path: Path, families: Sequence[Names]) -> Inspected:
@@ -102,7 +103,15 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         alpha_keys=any(key.endswith(".alpha") for key in tensors),
         numbered=any(key.startswith(NUMBERED) for key in tensors),
         learned_tokens=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
+        keys=_in_order(path) if whole else (),
     )
+
+
+def _in_order(path: Path) -> list[str]:
+    """The keys of a file in the order of their bytes."""
+    header = read_tensor_header(path)
+    header.pop(METADATA, None)
+    return sorted(header, key=lambda key: header[key]["data_offsets"])
 
 
 def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:

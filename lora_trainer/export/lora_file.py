@@ -115,7 +115,7 @@ def plain_forms(weights: AdapterWeights, names: Names) -> tuple[FileForm, FileFo
                 tensor = tensor.flatten() if tensor.ndim == 2 else tensor.transpose(0, 1).contiguous()
             if end != "alpha":  # it is in the tensors, and diffusers refuses its key
                 diffusers[f"{module}.{diffusers_form.PEFT_ENDS.get(end, end)}"] = tensor
-    return FileForm(kohya, weights), FileForm(diffusers, weights)
+    return FileForm(kohya, weights), FileForm(diffusers_form.with_first_pair_first(diffusers), weights)
 
 
 def write_learned_tokens(

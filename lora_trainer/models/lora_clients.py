@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
+from lora_trainer.export.diffusers import renamed_magnitudes
 from lora_trainer.export.keys import DORA_OVER, NUMBERED
 from lora_trainer.models import FAMILIES
 
@@ -50,6 +51,9 @@ def _diffusers_of(file: Inspected, family: Family | None, kinds: set[str]) -> Cl
     if DORA_OVER in file.weights.metadata:
         return Client(name, "not", "its magnitudes are for ComfyUI")
     if file.style == "diffusers" and not file.alpha_keys:
+        if renamed := renamed_magnitudes(file.keys):
+            layers = f"it misnames the magnitudes of {len(renamed)} layers"
+            return Client(name, "not", f"{layers}, whose first forward pass raises; export it again")
         readers = family.lora_files.readers if family else ()
         if kinds == {"dora"} or (kinds == {"lokr"} and "diffusers: LoKr" in readers):
             return Client(name, "whole")
