@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from lora_trainer.export.keys import DIFFUSERS_DOWN, DIFFUSERS_UP, DORA
+from lora_trainer.export.patterns import takes_too_long
 from lora_trainer.export.weights import LoraWeights
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
@@ -25,7 +26,6 @@ DESCRIBING = frozenset(
 UNSET = {"megatron_core": ("megatron.core",), "init_lora_weights": (True, "gaussian")}  # as peft writes them
 NUMBERED = re.compile(r"(^|\.)\d+\.")  # inside a block: no other module's name ends so
 PLAIN = re.compile(r"[\w.-]+")
-REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # patterns that could run forever
 
 
 def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
@@ -178,22 +178,24 @@ def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
     return document
 
 
-def reaching_further(metadata: Mapping[str, str]) -> list[str]:
-    """Keys of the header's JSON that would make peft import, read or change more than the file's own tensors.
+def reaching_further(metadata: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Keys of the header's JSON that would make peft import, read or change more than the file's own tensors, or search for longer
+    than anybody waits. `names` are those of the file's layers.
 
     diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and methods that
     change the base model itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
     """
-    return reaching_in(_document(metadata))
+    return reaching_in(_document(metadata), names)
 
 
-def reaching_in(document: Mapping[str, Any]) -> list[str]:
+def reaching_in(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The same of peft's own config, or of the header's JSON as read."""
     found = []
     for name, value in document.items():
         key = name.rpartition(".")[2]
         describes = key in DESCRIBING or not _is_set(value) or value in UNSET.get(key, ())
-        if not describes or any(REPEATED_GROUP.search(pattern) for pattern in _patterns(key, value)):
+        patterns = [pattern for pattern in _patterns(key, value) if not PLAIN.fullmatch(pattern)]
+        if not describes or takes_too_long(patterns, names):
             found.append(name)
     return found
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
 from lora_trainer.export.convert import size_of_update
+from lora_trainer.export.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.export.keys import EMBEDDING, NUMBERED, PEFT, read_key
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
@@ -70,15 +71,20 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     peft_config, whole = None, True
     try:
         tensors, metadata = open_tensors(path)
-        refuse_reaching(path, metadata)
-        peft_config = beside(path, tensors)
     except UsageError as error:
         salvaged = _salvaged(path)
         if salvaged is None:
             raise
         problems += error.problems
         (tensors, metadata), whole = salvaged, False
-    found = collect(path.name, tensors, metadata, families, peft_config)
+    understood = metadata
+    try:
+        refuse_reaching(path, metadata, tensors)
+        peft_config = beside(path, tensors)
+    except UsageError as error:
+        problems += error.problems
+        understood = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
+    found = collect(path.name, tensors, understood, families, peft_config)
     if not found.weights.modules and not found.form:
         raise UsageError(problems or found.problems)  # damage may hide the LoRA
     problems += found.problems
@@ -90,7 +96,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         path=path,
         kind=other_method(list(tensors)) or _kind(metadata, found.weights),
         style=_style(list(tensors), found),
-        weights=found.weights,
+        weights=replace(found.weights, metadata=metadata),
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
         scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
         dtypes=dict(Counter(_dtype(tensor) for key, tensor in tensors.items() if _is_up(key))),
@@ -116,6 +122,8 @@ def _in_order(path: Path) -> list[str]:
 
 def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
     """The complete tensors of a damaged file, if its header can be read; else None."""
+    if not path.is_file() or path.suffix.lower() != ".safetensors":
+        return None
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours
+from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours, without_numbers
 
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
@@ -168,12 +168,37 @@ def _family_of(
         return next((family for family, _ in hinted if not rests), None), False
     best = [each for each in known if sum(each[1]) == most]
     readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
+    named = [each for each in hinted if any(each is other for other in best)][:1]
+    if named:
+        family, matches = named[0]
+        return family, all(matches) or ORIGINAL in matches
     fitting = [each for each in readable if _shaped(sides, each[0])] or readable
     there = {each[0].family for each in fitting}
     fitting = [each for each in fitting if each[0].like not in there]
-    named = [each for each in hinted if any(each is other for other in readable)][:1] or fitting
-    family, matches = named[0]
-    return family, len(named) == 1 and (all(matches) or ORIGINAL in matches)
+    # Models that nobody here knows share these names: only the shapes of a published model make one sure.
+    published = [each for each in fitting if is_published(sides, each[0])]
+    family, matches = (published or fitting)[0]
+    return family, len(published) == 1 and (all(matches) or ORIGINAL in matches)
+
+
+def is_published(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
+    """Whether layers have the shapes of one of the family's published models; True for a family without any."""
+    if not family.shapes:
+        return True
+    found: list[tuple[str, list[int]]] = []
+    for rest, (rows, columns) in sides.items():
+        if match := _original(family, rest):
+            rules, numbers = match
+            for rule in rules:
+                own = rows * rule.shares[rule.part] // sum(rule.shares)
+                found.append((without_numbers(rule.ours.format(*numbers)), [own, columns]))
+        elif ours := _ours(family, rest):
+            found.append((without_numbers(ours), [rows, columns]))
+    for shapes in family.shapes:
+        known = [(name, shape) for name, shape in found if name in shapes]
+        if known and all(shape in shapes[name] for name, shape in known):
+            return True
+    return False
 
 
 def _shaped(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:

@@ -8,7 +8,7 @@ writes LoRA files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -32,6 +32,7 @@ class Rule:
 
 
 Layout = tuple[Rule, ...]
+LayerShapes = Mapping[str, Sequence[Sequence[int]]]  # of one model, by the names of diffusers with `{}` for each number
 
 
 def fused(original: str, *ours: str, shares: tuple[int, ...] = (), ratio: float | None = None) -> Layout:
@@ -54,6 +55,7 @@ class Names:
     layout: Layout = field(default=(), repr=False)
     also: Layout = field(default=(), repr=False)
     like: str = ""  # the family that is meant where names and shapes are of both
+    shapes: Sequence[LayerShapes] = field(default=(), repr=False)  # of the published denoisers, where they are known
 
 
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
@@ -84,6 +86,11 @@ def rule_of(layout: Layout, module: str) -> tuple[Rule, str] | None:
 
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+
+
+def without_numbers(name: str) -> str:
+    """A module's name with `{}` for each number: `blocks.{}.to_out.{}`."""
+    return _NUMBER.sub("{}", name)
 
 
 def _shape_of(name: str) -> str:

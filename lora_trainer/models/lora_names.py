@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
-from lora_trainer.export.layout import Names, rule_of
+from lora_trainer.export.layout import Names, rule_of, without_numbers
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
-from lora_trainer.models.published import public_architecture, public_forms
+from lora_trainer.models.published import public_architecture, public_forms, published_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ def names_of(family: Family) -> Names:
         family.lora_files.layout,
         family.lora_files.also,
         family.lora_files.like,
+        published_shapes().get(family.name, ()),
     )
 
 
@@ -198,18 +199,32 @@ def family_by_header(version: str, modules: Iterable[str]) -> str | None:
 
 
 def _by_shapes(weights: AdapterWeights) -> list[str]:
-    """The transformers' families whose published models have all of the modules in these shapes.
+    """The families whose published models have all of the denoiser's modules in these shapes.
 
     Of several, it is the one whose last blocks the file has: LoRAs train all blocks, and families share names and widths.
     """
-    rests = [module.partition(".")[2] for module in weights.modules if module.startswith("transformer.")]
+    modules = [module for module in weights.modules if not module.startswith("text_encoder")]
     fitting = {
         name: max(_fit(weights, family, config) for config in public_forms(name))
         for name, family in FAMILIES.items()
-        if rests and family.lora_files.layout and all(rule_of(family.lora_files.layout, rest) for rest in rests)
+        if modules and _knows(family, modules)
     }
     best = max(fitting.values(), default=0)
     return [name for name, fit in fitting.items() if fit == best > 0]
+
+
+def _knows(family: Family, modules: Iterable[str]) -> bool:
+    """Whether a family's denoiser may have modules, by their names alone."""
+    published, layout = published_shapes().get(family.name, ()), family.lora_files.layout
+    for module in modules:
+        component, _, rest = module.partition(".")
+        if component != family.denoiser.component:
+            return False
+        if layout and not rule_of(layout, rest):
+            return False
+        if not layout and not any(without_numbers(rest) in shapes for shapes in published):
+            return False
+    return True
 
 
 def _fit(weights: AdapterWeights, family: Family, config: Mapping[str, Any]) -> int:
@@ -237,12 +252,16 @@ def _last_blocks(names: Iterable[str]) -> dict[str, int]:
 
 
 def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """The U-Net's family by the width of the text that it reads: `shapes` are those of the modules' weights."""
+    """The U-Net's family by the width of the text that it reads: `shapes` are those of the modules' weights.
+
+    None where a name is of no published U-Net: models for videos read texts of the same widths.
+    """
     widths = {shape[-1] for name, shape in shapes.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))}
+    modules = [name for name in shapes if name.startswith("unet.")]
     for name, family in FAMILIES.items():
         if family.denoiser.component == "unet":
             width = public_architecture(name).denoiser.get("cross_attention_dim")
-            if width in widths and any(module.startswith("unet.") for module in shapes):
+            if width in widths and _knows(family, modules):
                 return name
     return None
 
