@@ -17,31 +17,37 @@ import torch
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
-from lora_trainer.export.layout import without_numbers  # noqa: E402
+from lora_trainer.export.layout import numbers_in, without_numbers  # noqa: E402
 from lora_trainer.export.weights import shapes_of  # noqa: E402
 from lora_trainer.models import FAMILIES  # noqa: E402
 from lora_trainer.models.published import SHAPES, public_forms  # noqa: E402
 
 
-def shapes_of_forms(family: str) -> list[dict[str, list[list[int]]]]:
-    """For each published denoiser of a family the shapes of its layers, by their names with `{}` for each number."""
-    denoiser, forms = FAMILIES[family].denoiser, []
+def layers_of(family: str) -> list[dict[str, list[Any]]]:
+    """For each published denoiser of a family: by the names of its layers, with `{}` for each number, the last of each number and
+    the shapes."""
+    denoiser, models = FAMILIES[family].denoiser, []
     for config in public_forms(family):
         with torch.device("meta"):
             shapes = shapes_of({denoiser.component: denoiser.make(config)})
-        found: dict[str, set[tuple[int, ...]]] = {}
-        for name, shape in shapes.items():
-            found.setdefault(without_numbers(name.partition(".")[2]), set()).add(tuple(shape))
-        forms.append({name: [list(shape) for shape in sorted(each)] for name, each in sorted(found.items())})
-    return forms
+        found: dict[str, list[tuple[list[int], tuple[int, ...]]]] = {}
+        for module, shape in shapes.items():
+            name = module.partition(".")[2]
+            found.setdefault(without_numbers(name), []).append((numbers_in(name), tuple(shape)))
+        model = {}
+        for name, layers in sorted(found.items()):
+            last = [max(numbers) for numbers in zip(*(numbers for numbers, _ in layers), strict=True)]
+            model[name] = [last, [list(shape) for shape in sorted({shape for _, shape in layers})]]
+        models.append(model)
+    return models
 
 
 def main() -> None:
-    found: dict[str, Any] = {family: shapes_of_forms(family) for family in FAMILIES}
+    found: dict[str, Any] = {family: layers_of(family) for family in FAMILIES}
     lines = []
     for family, forms in found.items():
         listed = [
-            "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(shapes)}" for name, shapes in form.items()) + "\n }"
+            "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in form.items()) + "\n }"
             for form in forms
         ]
         lines.append(f" {json.dumps(family)}: [{', '.join(listed)}]")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LORA = "lora"  # of any kind of adapter, in the format of IN
 COMFYUI = "comfyui"  # of a DoRA, which ComfyUI computes differently
+DORA = "DoRA"
 TARGETS = (*FORMS, LORA, COMFYUI)
 NEEDED = {
     LORA: ("rank", "For example --rank 32."),
@@ -68,6 +69,13 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     arguments.output = arguments.output or arguments.target
     if arguments.to is None:
         problems.append(Problem("--to is missing.", f"One of: {', '.join(TARGETS)}."))
+    if arguments.to == COMFYUI and source.is_file():
+        from lora_trainer.models.lora_facts import read_lora_facts
+
+        kind = read_lora_facts(source)[0].kind
+        if kind and DORA not in kind:
+            message = f"{source.name} is {kind}: only a DoRA has magnitudes that ComfyUI computes differently."
+            raise UsageError([*problems, Problem(message, "Use --to kohya, which ComfyUI reads.")])
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
     if (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
         problems.append(Problem(f"--to {arguments.to} needs --{needed[0]}.", needed[1]))

@@ -81,6 +81,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", dest="folder", metavar="DIR", help="folder for the images (default: samples, beside the file)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier images of the same name")
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
@@ -105,14 +106,23 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     config = resolved_from(arguments, problems, extra=_layers(arguments), lora=lora).config
     output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
     if found is not None:
-        return draw_again(Path(arguments.lora), with_parts(config, found, named=named), found, output)
+        again = with_parts(config, found, named=named)
+        return draw_again(Path(arguments.lora), again, found, output, overwrite=arguments.overwrite)
     seeds = _seeds(
         arguments.seed or [0],
         config.sample.num_images_per_prompt
         if arguments.num_images_per_prompt is None
         else arguments.num_images_per_prompt,
     )
-    return sample_command(arguments.lora, arguments.prompt, config, output=output, seeds=seeds, size=size)
+    return sample_command(
+        arguments.lora,
+        arguments.prompt,
+        config,
+        output=output,
+        seeds=seeds,
+        size=size,
+        overwrite=arguments.overwrite,
+    )
 
 
 def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:

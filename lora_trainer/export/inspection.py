@@ -22,12 +22,14 @@ from lora_trainer.export.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.export.keys import EMBEDDING, NUMBERED, PEFT, read_key
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
-from lora_trainer.export.reading import Collected, collect, other_method, some, values
+from lora_trainer.export.reading import Collected, collect, method_of, some, values
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.updates import changes_nothing, titles
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 HASHED_AT_ONCE = 1 << 22  # bytes
+NESTED = re.compile(r"(?:transformer|unet)\.diffusion_model\.|(?:lora_unet|lora_transformer|lycoris)_(?:_|unet_)")
+WITHOUT_DOT = re.compile(r"_lora_(?:down|up|mid)\.weight")
 OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
 STYLES = (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), ("oft_unet_", "sd-scripts' OFT"))
 BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -94,7 +96,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     warnings = _doubts(path, pairs, hashes)
     return Inspected(
         path=path,
-        kind=other_method(list(tensors)) or _kind(metadata, found.weights),
+        kind=method_of(tensors) or _kind(metadata, found.weights),
         style=_style(list(tensors), found),
         weights=replace(found.weights, metadata=metadata),
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
@@ -163,11 +165,15 @@ def _kind(metadata: Mapping[str, str], weights: AdapterWeights) -> str:
 
 def _style(keys: Sequence[str], found: Collected) -> str:
     """How the denoiser's keys are named, or those that there are."""
+    if any(NESTED.match(key.removeprefix(PEFT)) or WITHOUT_DOT.search(key) for key in keys):
+        return "names of no known program"
     if found.form == "old":
         return _old_style(keys)
     ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
     rules = [rule for place in found.names.values() for rule in place.rules]
     theirs = not ours and any(rule.ours != rule.original for rule in rules)
+    if any(rule.original.endswith(".to_qkv") for rule in rules):
+        return "fused as diffusers fuses it"
     if any(PEFT in key for key in keys):
         outside = all(key.startswith(PEFT) for key in keys)
         return f"peft, original names{_halves(found)}" if outside and theirs else "peft" if outside else "peft inside"

@@ -32,13 +32,23 @@ class Rule:
 
 
 Layout = tuple[Rule, ...]
-LayerShapes = Mapping[str, Sequence[Sequence[int]]]  # of one model, by the names of diffusers with `{}` for each number
 
 
 def fused(original: str, *ours: str, shares: tuple[int, ...] = (), ratio: float | None = None) -> Layout:
     """The rules of one fused layer: `fused("blocks.{}.qkv", "blocks.{}.to_q", …)`; equal shares by default."""
     sizes = shares or (1,) * len(ours)
     return tuple(Rule(name, original, part, sizes, ratio=ratio) for part, name in enumerate(ours))
+
+
+@dataclass(frozen=True)
+class PublishedLayers:
+    """The layers of a published model that have one name but for its numbers: the last of each number, and the shapes of their weights."""
+
+    last: Sequence[int]
+    shapes: Sequence[Sequence[int]]
+
+
+PublishedModel = Mapping[str, PublishedLayers]  # by the names of diffusers with `{}` for each number
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Names:
     layout: Layout = field(default=(), repr=False)
     also: Layout = field(default=(), repr=False)
     like: str = ""  # the family that is meant where names and shapes are of both
-    shapes: Sequence[LayerShapes] = field(default=(), repr=False)  # of the published denoisers, where they are known
+    published: Sequence[PublishedModel] = field(default=(), repr=False)  # the denoisers, where they are known
 
 
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
@@ -91,6 +101,11 @@ _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 def without_numbers(name: str) -> str:
     """A module's name with `{}` for each number: `blocks.{}.to_out.{}`."""
     return _NUMBER.sub("{}", name)
+
+
+def numbers_in(name: str) -> list[int]:
+    """The numbers in a module's name, in their order."""
+    return [int(number) for number in _NUMBER.findall(name)]
 
 
 def _shape_of(name: str) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
-from lora_trainer.export.layout import Names, rule_of, without_numbers
+from lora_trainer.export.layout import Names, PublishedModel, numbers_in, without_numbers
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
-from lora_trainer.models.published import public_architecture, public_forms, published_shapes
+from lora_trainer.models.published import public_architecture, published_layers
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 WITHOUT_DOTS = ("lora_", "lycoris_", "oft_unet_")  # beginnings of names in which dots became underscores
-NUMBERED_BLOCK = re.compile(r"(\w+\.\w+)\.(\d+)\.")  # `transformer.single_transformer_blocks`, and its number
 
 
 def names_of(family: Family) -> Names:
@@ -36,7 +35,7 @@ def names_of(family: Family) -> Names:
         family.lora_files.layout,
         family.lora_files.also,
         family.lora_files.like,
-        published_shapes().get(family.name, ()),
+        published_layers().get(family.name, ()),
     )
 
 
@@ -203,52 +202,41 @@ def _by_shapes(weights: AdapterWeights) -> list[str]:
 
     Of several, it is the one whose last blocks the file has: LoRAs train all blocks, and families share names and widths.
     """
-    modules = [module for module in weights.modules if not module.startswith("text_encoder")]
     fitting = {
-        name: max(_fit(weights, family, config) for config in public_forms(name))
+        name: max(_fit(weights, family.denoiser.component, model) for model in published_layers()[name])
         for name, family in FAMILIES.items()
-        if modules and _knows(family, modules)
+        if name in published_layers()
     }
     best = max(fitting.values(), default=0)
     return [name for name, fit in fitting.items() if fit == best > 0]
 
 
-def _knows(family: Family, modules: Iterable[str]) -> bool:
-    """Whether a family's denoiser may have modules, by their names alone."""
-    published, layout = published_shapes().get(family.name, ()), family.lora_files.layout
-    for module in modules:
-        component, _, rest = module.partition(".")
-        if component != family.denoiser.component:
-            return False
-        if layout and not rule_of(layout, rest):
-            return False
-        if not layout and not any(without_numbers(rest) in shapes for shapes in published):
-            return False
-    return True
-
-
-def _fit(weights: AdapterWeights, family: Family, config: Mapping[str, Any]) -> int:
+def _fit(weights: AdapterWeights, component: str, model: PublishedModel) -> int:
     """0 where a module is not in the model, or has another shape there; 2 where the model's last blocks are trained."""
-    import torch
-
-    from lora_trainer.export.weights import check_keys, shapes_of
-
-    with torch.device("meta"):
-        shapes = shapes_of({family.denoiser.component: family.denoiser.make(config)})
-    modules = {name: pair for name, pair in weights.modules.items() if name.startswith(f"{family.denoiser.component}.")}
-    if check_keys(replace(weights, modules=modules), shapes):
+    has_last = dict[str, bool]()
+    for module, update in weights.modules.items():
+        own, _, name = module.partition(".")
+        if own.startswith("text_encoder"):
+            continue
+        layers, numbers = model.get(without_numbers(name)), numbers_in(name)
+        if own != component or layers is None:
+            return 0
+        if any(number > last for number, last in zip(numbers, layers.last, strict=True)):
+            return 0
+        if not any(_is_of(update.weight_shape, shape) for shape in layers.shapes):
+            return 0
+        if numbers:
+            block = name.partition(".")[0]
+            has_last[block] = has_last.get(block, False) or numbers[0] == layers.last[0]
+    if not weights.modules or all(module.startswith("text_encoder") for module in weights.modules):
         return 0
-    trained, there = (_last_blocks(names) for names in (modules, shapes))
-    return 2 if all(there[name] == last for name, last in trained.items()) else 1
+    return 2 if all(has_last.values()) else 1
 
 
-def _last_blocks(names: Iterable[str]) -> dict[str, int]:
-    """The highest number in each list of blocks that has any of the modules."""
-    found: dict[str, int] = {}
-    for name in names:
-        if match := NUMBERED_BLOCK.match(name):
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]))
-    return found
+def _is_of(own: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a change may be of a weight of a shape: factors may not tell the kernel, or anything but the outputs."""
+    rows, *rest = shape
+    return list(own) in (list(shape), [rows, math.prod(rest)], [rows])
 
 
 def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
@@ -261,7 +249,8 @@ def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
     for name, family in FAMILIES.items():
         if family.denoiser.component == "unet":
             width = public_architecture(name).denoiser.get("cross_attention_dim")
-            if width in widths and _knows(family, modules):
+            names = {without_numbers(module.partition(".")[2]) for module in modules}
+            if modules and width in widths and any(names <= set(model) for model in published_layers().get(name, ())):
                 return name
     return None
 
