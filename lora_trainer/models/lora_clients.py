@@ -166,8 +166,11 @@ def _has_layers_of(file: Inspected, family: Family) -> bool:
 
 def _comfyui(file: Inspected, family: Family | None) -> Client:
     name = "ComfyUI"
-    if family is None:  # a text encoder's names are the same for all
-        return Client(name, "whole" if file.style in (*KOHYA, *GENERIC) and not file.learned_tokens else "unknown")
+    if family is None:
+        # A text encoder's names are the same for all models.
+        is_text = all(module.startswith("text_encoder") for module in file.weights.modules)
+        is_known = is_text and file.style in (*KOHYA, *GENERIC) and not file.learned_tokens
+        return Client(name, "whole" if is_known else "unknown")
     if file.style in ("diffusers", "no prefix") and _has_unet(file):
         return Client(name, "in part", "it loads a part of these names with a line in its log; convert --to kohya")
     if file.style == "XLabs":

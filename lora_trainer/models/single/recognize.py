@@ -39,8 +39,11 @@ FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four 
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        ("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a")
-        + ("lora.down.weight", "lora1.down.weight", "lora_linear_layer.down.weight", ":0:down"),  # before peft
+        ("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a"),
+        "a LoRA",
+    ),
+    (  # before peft
+        ("lora.down.weight", "lora1.down.weight", "lora_linear_layer.down.weight", ":0:down"),
         "a LoRA",
     ),
     (
