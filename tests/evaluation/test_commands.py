@@ -242,6 +242,12 @@ def test_sample_writes_a_sheet(lora: Path, base: Path, capsys: pytest.CaptureFix
     assert again == sheet.with_name("cat_before_after-2.png")
     assert again.is_file()
     assert sheet.read_bytes() == before
+    (sheet.parent / "cat_before_after_07_with.png").write_bytes(b"of a larger grid")
+    assert sample_command(lora, ["a blue square"], config, seeds=[5], overwrite=True) == 0
+    assert Path(capsys.readouterr().out.strip()) == sheet
+    assert sheet.read_bytes() != before
+    assert not (sheet.parent / "cat_before_after_07_with.png").exists()
+    assert again.is_file()
 
 
 def test_caption_settings_come_from_the_run_next_to_the_file(
