@@ -55,7 +55,7 @@ def _diffusers_of(file: Inspected, family: Family | None, kinds: set[str]) -> Cl
     if file.style == "diffusers" and not file.alpha_keys:
         if renamed := renamed_magnitudes(file.keys):
             layers = f"it misnames the magnitudes of {len(renamed)} layers"
-            return Client(name, "not", f"{layers}, whose first forward pass raises; export it again")
+            return Client(name, "not", f"{layers}, whose first forward pass raises; convert --to lora --model BASE")
         readers = family.lora_files.readers if family else ()
         if kinds == {"dora"} or (kinds == {"lokr"} and "diffusers: LoKr" in readers):
             return Client(name, "whole")

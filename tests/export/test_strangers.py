@@ -358,6 +358,8 @@ COMMANDS = [
     ["extract", "THEIRS", "OURS", "--rank", "1", "--output", "OUT"],
     ["validate", "THEIRS"],
     ["sample", "THEIRS", "--prompt", "a cat"],
+    ["sample", "OURS", "--recipe", "THEIRS"],
+    ["bench", "step", "--baseline", "THEIRS"],
     ["train", "--model", "THEIRS", "--dry-run"],
     ["train", "--config", "THEIRS", "--dry-run"],
     ["train", "--data", "THEIRS", "--dry-run"],
