@@ -17,7 +17,7 @@ import torch
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
-from lora_trainer.export.layout import numbers_in, without_numbers  # noqa: E402
+from lora_trainer.export.layout import split_numbers  # noqa: E402
 from lora_trainer.export.weights import shapes_of  # noqa: E402
 from lora_trainer.models import FAMILIES  # noqa: E402
 from lora_trainer.models.published import SHAPES, public_forms  # noqa: E402
@@ -32,8 +32,8 @@ def layers_of(family: str) -> list[dict[str, list[Any]]]:
             shapes = shapes_of({denoiser.component: denoiser.make(config)})
         found: dict[str, list[tuple[list[int], tuple[int, ...]]]] = {}
         for module, shape in shapes.items():
-            name = module.partition(".")[2]
-            found.setdefault(without_numbers(name), []).append((numbers_in(name), tuple(shape)))
+            name, numbers = split_numbers(module.partition(".")[2])
+            found.setdefault(name, []).append((numbers, tuple(shape)))
         model = {}
         for name, layers in sorted(found.items()):
             last = [max(numbers) for numbers in zip(*(numbers for numbers, _ in layers), strict=True)]

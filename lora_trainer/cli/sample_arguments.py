@@ -88,7 +88,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     """Run the command. Raises UsageError for an unreadable file, model or recipe, and for contradicting flags."""
-    from lora_trainer.cli.sample import draw_again, sample_command
+    from lora_trainer.cli.sample import GridFolder, draw_again, sample_command
     from lora_trainer.run.sampling import BUILT_IN, with_parts
 
     problems = [*unknown, *_flag_problems(arguments)]
@@ -104,10 +104,11 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
             values["model.path"] = found["model"]
     lora = None if found is not None else Path(arguments.lora)
     config = resolved_from(arguments, problems, extra=_layers(arguments), lora=lora).config
-    output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
+    path = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
+    output = GridFolder(path, arguments.overwrite)
     if found is not None:
         again = with_parts(config, found, named=named)
-        return draw_again(Path(arguments.lora), again, found, output, overwrite=arguments.overwrite)
+        return draw_again(Path(arguments.lora), again, found, output)
     seeds = _seeds(
         arguments.seed or [0],
         config.sample.num_images_per_prompt
@@ -121,7 +122,6 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
         output=output,
         seeds=seeds,
         size=size,
-        overwrite=arguments.overwrite,
     )
 
 

@@ -61,11 +61,6 @@ def renamed_magnitudes(keys: Iterable[str]) -> list[str]:
     return [key for own in misread for key in own if RENAMED_MAGNITUDE in key]
 
 
-def in_order_of_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The keys of a file's tensors as safetensors stores them: those of wide numbers first, then by name."""
-    return sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
-
-
 def with_first_pair_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, of which diffusers renames no magnitude.
 
@@ -73,7 +68,9 @@ def with_first_pair_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     in fp32 too, with the same numbers: its `lora_A` comes before all magnitudes by its name.
     """
     stored = dict(tensors)
-    for component in {key.partition(".")[0] for key in renamed_magnitudes(in_order_of_bytes(tensors))}:
+    # safetensors stores wide numbers first, then by name.
+    in_order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+    for component in {key.partition(".")[0] for key in renamed_magnitudes(in_order)}:
         downs = [key for key in tensors if key.startswith(f"{component}.") and key.endswith(DIFFUSERS_DOWN)]
         for down in sorted(downs)[:1]:  # none where the magnitudes are over other changes than pairs
             for key in (down, down.removesuffix(DIFFUSERS_DOWN) + DIFFUSERS_UP):

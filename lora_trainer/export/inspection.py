@@ -93,6 +93,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     pairs = found.weights.modules
     problems += _values(path, found.weights)
     hashes = hashes_of(path, metadata) if whole else {}
+    places = {key: entry for key, entry in read_tensor_header(path).items() if key != METADATA} if whole else {}
     warnings = _doubts(path, pairs, hashes)
     return Inspected(
         path=path,
@@ -111,15 +112,8 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         alpha_keys=any(key.endswith(".alpha") for key in tensors),
         numbered=any(key.startswith(NUMBERED) for key in tensors),
         learned_tokens=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
-        keys=_in_order(path) if whole else (),
+        keys=sorted(places, key=lambda key: places[key]["data_offsets"]),
     )
-
-
-def _in_order(path: Path) -> list[str]:
-    """The keys of a file in the order of their bytes."""
-    header = read_tensor_header(path)
-    header.pop(METADATA, None)
-    return sorted(header, key=lambda key: header[key]["data_offsets"])
 
 
 def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours, without_numbers
+from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours, split_numbers
 
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
@@ -203,9 +203,9 @@ def is_published(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
             rules, numbers = match
             for rule in rules:
                 own = rows * rule.shares[rule.part] // sum(rule.shares)
-                found.append((without_numbers(rule.ours.format(*numbers)), [own, columns]))
+                found.append((split_numbers(rule.ours.format(*numbers))[0], [own, columns]))
         elif ours := _ours(family, rest):
-            found.append((without_numbers(ours), [rows, columns]))
+            found.append((split_numbers(ours)[0], [rows, columns]))
     for model in family.published:
         known = [(model[name], shape) for name, shape in found if name in model]
         if known and all(shape in layers.shapes for layers, shape in known):

@@ -98,14 +98,9 @@ def rule_of(layout: Layout, module: str) -> tuple[Rule, str] | None:
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 
 
-def without_numbers(name: str) -> str:
-    """A module's name with `{}` for each number: `blocks.{}.to_out.{}`."""
-    return _NUMBER.sub("{}", name)
-
-
-def numbers_in(name: str) -> list[int]:
-    """The numbers in a module's name, in their order."""
-    return [int(number) for number in _NUMBER.findall(name)]
+def split_numbers(name: str) -> tuple[str, list[int]]:
+    """A module's name with `{}` for each number, `blocks.{}.to_out.{}`, and the numbers."""
+    return _NUMBER.sub("{}", name), [int(number) for number in _NUMBER.findall(name)]
 
 
 def _shape_of(name: str) -> str:

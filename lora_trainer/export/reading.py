@@ -94,19 +94,14 @@ FORMS = {
 }
 
 
-def other_method(keys: Sequence[str]) -> str | None:
-    """The method of a file's keys that is not read; None when all may be."""
-    for mark, method in OTHER_METHODS.items():
-        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in keys):
-            return method
-    return None
-
-
 def method_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """The same of a file's tensors, whose shapes tell changes of norms from those of layers."""
+    """The method of a file's tensors that is not read; None when all may be."""
     if any(key.endswith(".diff") and tensor.ndim < 2 for key, tensor in tensors.items()):
         return CHANGES_OF_NORMS
-    return other_method(list(tensors))
+    for mark, method in OTHER_METHODS.items():
+        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in tensors):
+            return method
+    return None
 
 
 @dataclass(frozen=True)

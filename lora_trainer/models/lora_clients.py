@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from lora_trainer.export.diffusers import renamed_magnitudes
 from lora_trainer.export.keys import DORA_OVER, NUMBERED, T5, of_language_model
-from lora_trainer.export.layout import rule_of, without_numbers
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.published import published_layers
+from lora_trainer.models.lora_names import knows
 
 if TYPE_CHECKING:
     from lora_trainer.export.inspection import Inspected
@@ -119,7 +119,9 @@ def _diffusers_of_the_rest(file: Inspected, family: Family | None) -> Client:
 def _diffusers_own(file: Inspected, family: Family | None) -> Client:
     """Its own form, in which it refuses alpha keys but for one family's, and looks at the first key to tell its old form."""
     name = "diffusers"
-    if (family is None and not _is_clip(file)) or (family is not None and not _has_layers_of(file, family)):
+    of_clip = re.compile(r"text_encoder\w*\.(?:text_model|text_projection)")
+    is_clip = all(of_clip.match(module) for module in file.weights.modules)  # which every pipeline with it reads
+    if not (is_clip if family is None else knows(family, file.weights.modules)):
         return Client(name, "unknown")
     if file.alpha_keys:
         if family is None:
@@ -139,29 +141,6 @@ def _passed_over_beside_peft(file: Inspected) -> int:
     by_peft = {component for component, key in first.items() if ".lora_A." in key}
     old = [key for key in file.keys if key.endswith(".lora.down.weight") and key.partition(".")[0] in by_peft]
     return len(old)
-
-
-def _is_clip(file: Inspected) -> bool:
-    """Whether a file is of CLIP alone, which every pipeline with it reads."""
-    parts = [module.partition(".") for module in file.weights.modules]
-    return all(
-        component.startswith("text_encoder") and name.startswith(("text_model.", "text_projection"))
-        for component, _, name in parts
-    )
-
-
-def _has_layers_of(file: Inspected, family: Family) -> bool:
-    """Whether all names of the denoiser are of layers that the family has: names alone may begin as diffusers' do."""
-    layout = family.lora_files.layout
-    published = published_layers().get(family.name, ())
-    for module in file.weights.modules:
-        component, _, name = module.partition(".")
-        if component.startswith("text_encoder"):
-            continue
-        known = bool(layout and rule_of(layout, name)) or any(without_numbers(name) in model for model in published)
-        if not known and (layout or published):
-            return False
-    return True
 
 
 def _comfyui(file: Inspected, family: Family | None) -> Client:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
-from lora_trainer.export.layout import Names, PublishedModel, numbers_in, without_numbers
+from lora_trainer.export.layout import Names, PublishedModel, rule_of, split_numbers
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
 from lora_trainer.models.published import public_architecture, published_layers
@@ -162,7 +162,21 @@ def families_of(weights: AdapterWeights) -> list[str]:
         return [weights.family]
     denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
     kin = [name for name, family in FAMILIES.items() if denoisers == {family.denoiser.component}]
-    return _by_shapes(weights) or kin
+    by_name = [name for name in kin if knows(FAMILIES[name], weights.modules)]
+    return _by_shapes(weights) or by_name or kin
+
+
+def knows(family: Family, modules: Iterable[str]) -> bool:
+    """Whether all names of a file's denoiser are of layers that the family has; True for one whose layers are not known."""
+    layout, published = family.lora_files.layout, published_layers().get(family.name, ())
+    for module in modules:
+        component, _, name = module.partition(".")
+        if component.startswith("text_encoder"):
+            continue
+        is_published = any(split_numbers(name)[0] in model for model in published)
+        if (layout or published) and not is_published and not rule_of(layout, name):
+            return False
+    return True
 
 
 def _with_base(weights: AdapterWeights, family: str) -> AdapterWeights:
@@ -218,12 +232,15 @@ def _fit(weights: AdapterWeights, component: str, model: PublishedModel) -> int:
         own, _, name = module.partition(".")
         if own.startswith("text_encoder"):
             continue
-        layers, numbers = model.get(without_numbers(name)), numbers_in(name)
+        plain, numbers = split_numbers(name)
+        layers = model.get(plain)
         if own != component or layers is None:
             return 0
         if any(number > last for number, last in zip(numbers, layers.last, strict=True)):
             return 0
-        if not any(_is_of(update.weight_shape, shape) for shape in layers.shapes):
+        # Factors may not tell the kernel, or anything but the outputs.
+        flat = [[shape[0], math.prod(shape[1:])] for shape in layers.shapes]
+        if list(update.weight_shape) not in [*layers.shapes, *flat, *([shape[0]] for shape in layers.shapes)]:
             return 0
         if numbers:
             block = name.partition(".")[0]
@@ -231,12 +248,6 @@ def _fit(weights: AdapterWeights, component: str, model: PublishedModel) -> int:
     if not weights.modules or all(module.startswith("text_encoder") for module in weights.modules):
         return 0
     return 2 if all(has_last.values()) else 1
-
-
-def _is_of(own: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a change may be of a weight of a shape: factors may not tell the kernel, or anything but the outputs."""
-    rows, *rest = shape
-    return list(own) in (list(shape), [rows, math.prod(rest)], [rows])
 
 
 def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
@@ -249,7 +260,7 @@ def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
     for name, family in FAMILIES.items():
         if family.denoiser.component == "unet":
             width = public_architecture(name).denoiser.get("cross_attention_dim")
-            names = {without_numbers(module.partition(".")[2]) for module in modules}
+            names = {split_numbers(module.partition(".")[2])[0] for module in modules}
             if modules and width in widths and any(names <= set(model) for model in published_layers().get(name, ())):
                 return name
     return None
