@@ -69,7 +69,10 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if arguments.to is None:
         problems.append(Problem("--to is missing.", f"One of: {', '.join(TARGETS)}."))
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
-    if (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
+    if arguments.to == COMFYUI and (kind := _other_than_dora(source)):
+        message = f"{source.name} is {kind}, without magnitudes of outputs that ComfyUI computes differently."
+        problems.append(Problem(message, "Use --to kohya, which ComfyUI reads."))
+    elif (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
         problems.append(Problem(f"--to {arguments.to} needs --{needed[0]}.", needed[1]))
     for name, (targets, why) in TAKEN.items():
         if getattr(arguments, name) is not None and arguments.to in TARGETS and arguments.to not in targets:
@@ -95,6 +98,17 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     result = ToolResult(done.paths, (), done.notes)
     print_result(arguments, result, headline, modules=done.modules, difference=done.difference)
     return DONE
+
+
+def _other_than_dora(source: Path) -> str | None:
+    """The kind of a LoRA file that has no layer of DoRA; None for a DoRA, and for what is no LoRA file."""
+    from lora_trainer.models.lora_facts import read_lora_facts
+
+    try:
+        kind = read_lora_facts(source)[0].kind
+    except UsageError:  # reading the file whole says why
+        return None
+    return None if kind is None or "DoRA" in kind else kind
 
 
 def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target: LoraTarget) -> int:

@@ -49,18 +49,38 @@ class GridPlan:
     at_once: int | None = None
 
 
+@dataclass(frozen=True)
+class GridFolder:
+    """The folder that a grid is written to, over an earlier one of its name or beside it."""
+
+    path: Path
+    overwrite: bool = False
+
+    def name_for(self, name: str) -> str:
+        """The name of the grid's files, numbered (`name-2`) if earlier images have it, even those of an unfinished grid.
+
+        Where they are overwritten, all earlier ones of the name are removed: a smaller grid leaves none of them between its own.
+        """
+        if not self.overwrite:
+            names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
+            return next(each for each in names if not _files_of(self.path, each))
+        for path in _files_of(self.path, name):
+            path.unlink(missing_ok=True)
+        return name
+
+
 def sample_command(
     lora: str | Path,
     prompts: Sequence[str],
     config: Config,
     *,
-    output: Path | None = None,
+    output: GridFolder | None = None,
     seeds: Sequence[int] = (0,),
     size: tuple[int, int] | None = None,
 ) -> int:
     """Generate each prompt with each seed, without the LoRA and at each strength; write images, grid and recipe.
 
-    They are written to `output` (default: the folder `samples` beside the file), never over earlier ones. Without
+    They are written to `output` (default: the folder `samples` beside the file), over earlier ones only where it says so. Without
     `prompts` the config's are used. Raises UsageError if the file or model cannot be read or do not match.
     """
     path = Path(lora)
@@ -89,7 +109,8 @@ def sample_command(
         rows = with_control_images(rows, config.sample.control_images)
     drawing = drawing_of(config, family, facts, chosen)
     _refuse_many(rows, drawing)
-    _draw(path, config, GridPlan(rows, drawing), output or path.parent / "samples", f"{path.stem}_before_after")
+    folder = output or GridFolder(path.parent / "samples")
+    _draw(path, config, GridPlan(rows, drawing), folder, f"{path.stem}_before_after")
     return DONE
 
 
@@ -99,7 +120,7 @@ def _refuse_many(rows: Sequence[ImageRequest], drawing: Drawing) -> None:
         raise UsageError(Problem(f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once."))
 
 
-def draw_again(lora: Path, config: Config, found: dict[str, Any], output: Path) -> int:
+def draw_again(lora: Path, config: Config, found: dict[str, Any], output: GridFolder) -> int:
     """Generate the images of a recipe again. Raises UsageError for another LoRA than the recipe's."""
     from lora_trainer.core.io import sha256_file
     from lora_trainer.evaluation.recipe import changed_since, drawing_of_recipe, rows_of, text_of_recipe
@@ -131,7 +152,9 @@ def _readable(path: Path) -> dict[str, str]:
     return dict(weights.metadata)
 
 
-def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *, text: Any = None) -> dict[str, Any]:
+def _draw(
+    path: Path, config: Config, grid: GridPlan, folder: GridFolder, name: str, *, text: Any = None
+) -> dict[str, Any]:
     """Generate the images, print the grid's path, and return the recipe."""
     import torch
 
@@ -145,7 +168,7 @@ def _draw(path: Path, config: Config, grid: GridPlan, folder: Path, name: str, *
     print(printable_lines(f"base model: {describe_model(config.model)}"), file=sys.stderr)
     config = with_absolute_paths(config)  # the recipe must work from any folder
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = Where(folder, free_name(folder, name))
+    where = Where(folder.path, folder.name_for(name))
     family = family if text is None else family.reading(text)
     model = NamedModel(family, facts.path, config.model.path or BUILT_IN, parts_of(config))
     with counting() as count:
@@ -165,12 +188,7 @@ def _dtype(config: Config, grid: GridPlan, device: torch.device) -> torch.dtype:
     return named or computed_in(choose_precision(config.memory.weight_dtype, device, is_set=False).value, device)
 
 
-def free_name(folder: Path, name: str) -> str:
-    """The name, numbered (`name-2`) if earlier images have it, even those of an unfinished grid."""
-    names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
-    return next(each for each in names if not _taken(folder, each))
-
-
-def _taken(folder: Path, name: str) -> bool:
-    whole = any((folder / f"{name}{ending}").exists() for ending in (".json", ".png"))
-    return whole or any(folder.glob(f"{glob.escape(name)}_*.png"))
+def _files_of(folder: Path, name: str) -> list[Path]:
+    """The files of a grid: its sheet, its recipe and its images."""
+    whole = [path for ending in (".json", ".png") if (path := folder / f"{name}{ending}").exists()]
+    return [*whole, *folder.glob(f"{glob.escape(name)}_*.png")]

@@ -81,13 +81,14 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", dest="folder", metavar="DIR", help="folder for the images (default: samples, beside the file)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier images of the same name")
     add_offline_argument(parser)
     add_settings_arguments(parser)
 
 
 def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
     """Run the command. Raises UsageError for an unreadable file, model or recipe, and for contradicting flags."""
-    from lora_trainer.cli.sample import draw_again, sample_command
+    from lora_trainer.cli.sample import GridFolder, draw_again, sample_command
     from lora_trainer.run.sampling import BUILT_IN, with_parts
 
     problems = [*unknown, *_flag_problems(arguments)]
@@ -103,16 +104,25 @@ def sample(arguments: argparse.Namespace, unknown: Sequence[Problem]) -> int:
             values["model.path"] = found["model"]
     lora = None if found is not None else Path(arguments.lora)
     config = resolved_from(arguments, problems, extra=_layers(arguments), lora=lora).config
-    output = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
+    path = Path(arguments.folder) if arguments.folder is not None else Path(arguments.lora).parent / "samples"
+    output = GridFolder(path, arguments.overwrite)
     if found is not None:
-        return draw_again(Path(arguments.lora), with_parts(config, found, named=named), found, output)
+        again = with_parts(config, found, named=named)
+        return draw_again(Path(arguments.lora), again, found, output)
     seeds = _seeds(
         arguments.seed or [0],
         config.sample.num_images_per_prompt
         if arguments.num_images_per_prompt is None
         else arguments.num_images_per_prompt,
     )
-    return sample_command(arguments.lora, arguments.prompt, config, output=output, seeds=seeds, size=size)
+    return sample_command(
+        arguments.lora,
+        arguments.prompt,
+        config,
+        output=output,
+        seeds=seeds,
+        size=size,
+    )
 
 
 def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:

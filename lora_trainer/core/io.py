@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -205,7 +206,9 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document. Raises OSError, and ValueError if it is not JSON or nested too deeply."""
+    """Read a JSON document. Raises OSError, also for a pipe or a device, and ValueError if it is not JSON or nested too deeply."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait forever
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:

@@ -90,6 +90,14 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
+def is_pickle(beginning: bytes) -> bool:
+    """Whether a file's first eight bytes are those of a pickle, or of an archive as torch packs it.
+
+    A header of 640, 896, 1152 or 1408 bytes begins alike, but zeros follow, which no pickle can have there.
+    """
+    return beginning.startswith(PICKLE_BEGINNINGS) and beginning[2:8] != bytes(6)
+
+
 def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:
     """What another kind of file is, and the fix; None if unknown.
 
@@ -107,8 +115,7 @@ def _other_file(beginning: bytes, more: bytes) -> tuple[str, str] | None:
 
 
 def _read_header(path: Path, beginning: bytes, size: int, read: Any) -> tuple[dict[str, Any], int]:
-    # A header of 640, 896, 1152 or 1408 bytes begins alike, but zeros follow, which no pickle can have there.
-    if beginning.startswith(PICKLE_BEGINNINGS) and beginning[2:] != bytes(6):
+    if is_pickle(beginning):
         raise refusal(path, "is a pickle, which can run code when it is loaded", "Use a .safetensors file.")
     if len(beginning) < 8:
         raise refusal(path, f"has {size} bytes: it is empty or was cut off", AGAIN)

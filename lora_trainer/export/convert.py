@@ -16,7 +16,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
-from lora_trainer.export.keys import KOHYA_ALPHA
+from lora_trainer.export.keys import KOHYA_ALPHA, T5, of_language_model
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import (
     TensorsAndHeader,
@@ -189,7 +189,8 @@ def _to_kohya(
     except ValueError as error:
         raise UsageError(
             Problem(
-                f"kohya's form cannot hold this LoRA: {error}.", "Name the family that it was trained on with --family."
+                f"kohya's form cannot hold this LoRA: {error}.",
+                "Use --to diffusers, which has a name for every layer; if it is of another family, name that with --family.",
             )
         ) from None
     notes = []
@@ -220,10 +221,15 @@ def _to_diffusers(
     ready = replace(weights, modules=modules)
     kept = [name for name, pair in modules.items() if pair.scale != 1.0]
     notes = []
-    if t5 := [name for name in modules if ".encoder.block." in name]:
+    if t5 := [name for name in modules if T5 in name]:
         notes.append(
             f"{counted(len(t5), 'layer')} of T5: diffusers' load_lora_weights skips them without a message "
             "(docs/text.md says how to load them there). ComfyUI and sd-scripts read kohya's form whole."
+        )
+    if language := [name for name in modules if of_language_model(name)]:
+        notes.append(
+            f"{counted(len(language), 'layer')} of a language model: diffusers' load_lora_weights skips them without a message. "
+            "ComfyUI reads kohya's form whole."
         )
     if kept:
         notes.append(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from lora_trainer.export.keys import DIFFUSERS_DOWN, DIFFUSERS_UP, DORA
+from lora_trainer.export.patterns import takes_too_long
 from lora_trainer.export.weights import LoraWeights
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
@@ -25,7 +26,6 @@ DESCRIBING = frozenset(
 UNSET = {"megatron_core": ("megatron.core",), "init_lora_weights": (True, "gaussian")}  # as peft writes them
 NUMBERED = re.compile(r"(^|\.)\d+\.")  # inside a block: no other module's name ends so
 PLAIN = re.compile(r"[\w.-]+")
-REPEATED_GROUP = re.compile(r"\)\s*[*+{]|[*+}][*+]")  # patterns that could run forever
 
 
 def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
@@ -43,6 +43,39 @@ PEFT_ENDS = {
     "lora_up.weight": DIFFUSERS_UP[1:],
     DORA: "lora_magnitude_vector.weight",
 }
+
+
+# Without `lora_A` in the first key diffusers takes a file for one of before peft, and this layer for a list of layers.
+RENAMED_MAGNITUDE = ".to_out.lora_magnitude_vector"
+
+
+def renamed_magnitudes(keys: Iterable[str]) -> list[str]:
+    """The DoRA magnitudes that diffusers would look for by another name; their layers then raise in the first forward pass.
+
+    `keys` are those of a file in the order of its bytes. diffusers looks at the first one of each component.
+    """
+    by_component: dict[str, list[str]] = {}
+    for key in keys:
+        by_component.setdefault(key.partition(".")[0], []).append(key)
+    misread = [own for own in by_component.values() if "lora_A" not in own[0]]
+    return [key for own in misread for key in own if RENAMED_MAGNITUDE in key]
+
+
+def with_first_pair_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, of which diffusers renames no magnitude.
+
+    Magnitudes are in fp32, and so they lie before pairs in fp16. Where that matters the first pair of each component is stored
+    in fp32 too, with the same numbers: its `lora_A` comes before all magnitudes by its name.
+    """
+    stored = dict(tensors)
+    # safetensors stores wide numbers first, then by name.
+    in_order = sorted(tensors, key=lambda key: (-tensors[key].itemsize, key))
+    for component in {key.partition(".")[0] for key in renamed_magnitudes(in_order)}:
+        downs = [key for key in tensors if key.startswith(f"{component}.") and key.endswith(DIFFUSERS_DOWN)]
+        for down in sorted(downs)[:1]:  # none where the magnitudes are over other changes than pairs
+            for key in (down, down.removesuffix(DIFFUSERS_DOWN) + DIFFUSERS_UP):
+                stored[key] = tensors[key].float()
+    return stored
 
 
 def adapter_metadata(weights: LoraWeights) -> str:
@@ -142,22 +175,24 @@ def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
     return document
 
 
-def reaching_further(metadata: Mapping[str, str]) -> list[str]:
-    """Keys of the header's JSON that would make peft import, read or change more than the file's own tensors.
+def reaching_further(metadata: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Keys of the header's JSON that would make peft import, read or change more than the file's own tensors, or search for longer
+    than anybody waits. `names` are those of the file's layers.
 
     diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and methods that
     change the base model itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
     """
-    return reaching_in(_document(metadata))
+    return reaching_in(_document(metadata), names)
 
 
-def reaching_in(document: Mapping[str, Any]) -> list[str]:
+def reaching_in(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The same of peft's own config, or of the header's JSON as read."""
     found = []
     for name, value in document.items():
         key = name.rpartition(".")[2]
         describes = key in DESCRIBING or not _is_set(value) or value in UNSET.get(key, ())
-        if not describes or any(REPEATED_GROUP.search(pattern) for pattern in _patterns(key, value)):
+        patterns = [pattern for pattern in _patterns(key, value) if not PLAIN.fullmatch(pattern)]
+        if not describes or takes_too_long(patterns, names):
             found.append(name)
     return found
 

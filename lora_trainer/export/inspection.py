@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,15 +18,18 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
 from lora_trainer.export.convert import size_of_update
+from lora_trainer.export.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.export.keys import EMBEDDING, NUMBERED, PEFT, read_key
 from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
-from lora_trainer.export.reading import Collected, collect, other_method, some, values
+from lora_trainer.export.reading import Collected, collect, method_of, some, values
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.updates import changes_nothing, titles
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 HASHED_AT_ONCE = 1 << 22  # bytes
+NESTED = re.compile(r"(?:transformer|unet)\.diffusion_model\.|(?:lora_unet|lora_transformer|lycoris)_(?:_|unet_)")
+WITHOUT_DOT = re.compile(r"_lora_(?:down|up|mid)\.weight")
 OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
 STYLES = (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), ("oft_unet_", "sd-scripts' OFT"))
 BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -61,6 +64,7 @@ class Inspected:
     alpha_keys: bool = False  # alpha has tensors of its own
     numbered: bool = False  # the first text encoder's keys have a number, as where there are several
     learned_tokens: Sequence[str] = field(default=())
+    keys: Sequence[str] = ()  # in the order of their bytes; none of a damaged file
 
 
 def inspect(path: Path, families: Sequence[Names]) -> Inspected:
@@ -69,27 +73,33 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     peft_config, whole = None, True
     try:
         tensors, metadata = open_tensors(path)
-        refuse_reaching(path, metadata)
-        peft_config = beside(path, tensors)
     except UsageError as error:
         salvaged = _salvaged(path)
         if salvaged is None:
             raise
         problems += error.problems
         (tensors, metadata), whole = salvaged, False
-    found = collect(path.name, tensors, metadata, families, peft_config)
+    understood = metadata
+    try:
+        refuse_reaching(path, metadata, tensors)
+        peft_config = beside(path, tensors)
+    except UsageError as error:
+        problems += error.problems
+        understood = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
+    found = collect(path.name, tensors, understood, families, peft_config)
     if not found.weights.modules and not found.form:
         raise UsageError(problems or found.problems)  # damage may hide the LoRA
     problems += found.problems
     pairs = found.weights.modules
     problems += _values(path, found.weights)
     hashes = hashes_of(path, metadata) if whole else {}
+    places = {key: entry for key, entry in read_tensor_header(path).items() if key != METADATA} if whole else {}
     warnings = _doubts(path, pairs, hashes)
     return Inspected(
         path=path,
-        kind=other_method(list(tensors)) or _kind(metadata, found.weights),
+        kind=method_of(tensors) or _kind(metadata, found.weights),
         style=_style(list(tensors), found),
-        weights=found.weights,
+        weights=replace(found.weights, metadata=metadata),
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
         scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
         dtypes=dict(Counter(_dtype(tensor) for key, tensor in tensors.items() if _is_up(key))),
@@ -102,11 +112,14 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         alpha_keys=any(key.endswith(".alpha") for key in tensors),
         numbered=any(key.startswith(NUMBERED) for key in tensors),
         learned_tokens=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
+        keys=sorted(places, key=lambda key: places[key]["data_offsets"]),
     )
 
 
 def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
     """The complete tensors of a damaged file, if its header can be read; else None."""
+    if not path.is_file() or path.suffix.lower() != ".safetensors":
+        return None
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -146,11 +159,15 @@ def _kind(metadata: Mapping[str, str], weights: AdapterWeights) -> str:
 
 def _style(keys: Sequence[str], found: Collected) -> str:
     """How the denoiser's keys are named, or those that there are."""
+    if any(NESTED.match(key.removeprefix(PEFT)) or WITHOUT_DOT.search(key) for key in keys):
+        return "names of no known program"
     if found.form == "old":
         return _old_style(keys)
     ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
     rules = [rule for place in found.names.values() for rule in place.rules]
     theirs = not ours and any(rule.ours != rule.original for rule in rules)
+    if any(rule.original.endswith(".to_qkv") for rule in rules):
+        return "fused as diffusers fuses it"
     if any(PEFT in key for key in keys):
         outside = all(key.startswith(PEFT) for key in keys)
         return f"peft, original names{_halves(found)}" if outside and theirs else "peft" if outside else "peft inside"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours
+from lora_trainer.export.layout import Names, Rule, rules_of_original, rules_of_ours, split_numbers
 
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
 KOHYA_PREFIXES: Mapping[str, str] = {"unet": "lora_unet", "text_encoder": "lora_te"}
@@ -39,6 +39,7 @@ COMPONENT_OF_DOTTED: Mapping[str, str] = {
     "text_encoder_2.": "text_encoder_2",
     "text_encoder_3.": "text_encoder_3",
     "text_encoders.clip_l.transformer.": "text_encoder",
+    "text_encoders.clip_h.transformer.": "text_encoder",  # SD2's
     "text_encoders.clip_g.transformer.": "text_encoder_2",
     "text_encoders.t5xxl.transformer.": "text_encoder_3",
     "clip_l.": "text_encoder",
@@ -46,7 +47,13 @@ COMPONENT_OF_DOTTED: Mapping[str, str] = {
     "t5.": "text_encoder_3",
 }
 PEFT = "base_model.model."
+INSIDE = (PEFT, "transformer.", "diffusion_model.")  # beginnings that programs put inside others
+LANGUAGE_MODEL = re.compile(
+    r"text_encoders\.\w+\.transformer\.(?:model\.)?"
+)  # ComfyUI's names of the newer text encoders
 NUMBERED = "lora_te1"  # prefix of the first of several text encoders in kohya's form
+
+T5 = ".encoder.block."  # in the names of its modules
 
 # Entries of a header that only this program writes.
 OWN_VERSION, T5_TOKENS, WITHOUT = "lora_trainer.version", "lora_trainer.t5_tokens", "lora_trainer.without_t5"
@@ -61,7 +68,7 @@ EMBEDDING = "bundle_emb."  # a learned token: `bundle_emb.WORD.clip_l`
 
 _ENDINGS = re.compile(
     r"(?P<name>.+?)(?:"
-    r"\.lora_(?P<kohya>down|up|mid)\.weight"
+    r"[._]lora_(?P<kohya>down|up|mid)\.weight"
     r"|\.lora_(?P<peft>[AB])(?:\.[^.]+)?(?:\.weight)?"
     r"|[._]lora(?P<stream>[12]?)\.(?P<old>down|up)\.weight"
     r"|\.lora_linear_layer\.(?P<older>down|up)\.weight"
@@ -71,14 +78,14 @@ _ENDINGS = re.compile(
 )
 
 # Parts of module names with underscores of their own, in U-Nets (diffusers' and the first code's), transformers,
-# CLIP and T5.
+# CLIP, T5 and language models.
 COMPOUND = frozenset(
     "down_blocks up_blocks mid_block transformer_blocks single_transformer_blocks to_q to_k to_v to_out to_add_out "
     "add_q_proj add_k_proj add_v_proj to_qkv_mlp_proj ff_context linear_in linear_out proj_in proj_out proj_mlp conv_in conv_out conv_shortcut "
     "time_emb_proj time_embedding add_embedding linear_1 linear_2 norm_q norm_k text_model self_attn q_proj k_proj "
     "v_proj out_proj text_projection x_embedder context_embedder time_text_embed time_guidance_embed norm1_context norm_out pos_embed "
     "timestep_embedder guidance_embedder text_embedder input_blocks output_blocks middle_block in_layers out_layers "
-    "emb_layers skip_connection time_embed label_emb wi_0 wi_1".split()
+    "emb_layers skip_connection time_embed label_emb wi_0 wi_1 o_proj gate_proj up_proj down_proj embed_tokens".split()
 )
 _LONGEST = max(name.count("_") for name in COMPOUND) + 1
 
@@ -115,6 +122,11 @@ class Found:
 
     modules: tuple[str, ...]
     rules: tuple[Rule, ...] = ()
+
+
+def of_language_model(module: str) -> bool:
+    """Whether a module is of a language model that reads captions, such as Qwen3."""
+    return module.startswith(("text_encoder.layers.", "text_encoder.embed_tokens"))
 
 
 def read_key(key: str) -> Key | None:
@@ -168,12 +180,37 @@ def _family_of(
         return next((family for family, _ in hinted if not rests), None), False
     best = [each for each in known if sum(each[1]) == most]
     readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
+    named = [each for each in hinted if any(each is other for other in best)][:1]
+    if named:
+        family, matches = named[0]
+        return family, all(matches) or ORIGINAL in matches
     fitting = [each for each in readable if _shaped(sides, each[0])] or readable
     there = {each[0].family for each in fitting}
     fitting = [each for each in fitting if each[0].like not in there]
-    named = [each for each in hinted if any(each is other for other in readable)][:1] or fitting
-    family, matches = named[0]
-    return family, len(named) == 1 and (all(matches) or ORIGINAL in matches)
+    # Models that nobody here knows share these names: only the shapes of a published model make one sure.
+    published = [each for each in fitting if is_published(sides, each[0])]
+    family, matches = (published or fitting)[0]
+    return family, len(published) == 1 and (all(matches) or ORIGINAL in matches)
+
+
+def is_published(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
+    """Whether layers have the shapes of one of the family's published models; True for a family without any."""
+    if not family.published:
+        return True
+    found: list[tuple[str, list[int]]] = []
+    for rest, (rows, columns) in sides.items():
+        if match := _original(family, rest):
+            rules, numbers = match
+            for rule in rules:
+                own = rows * rule.shares[rule.part] // sum(rule.shares)
+                found.append((split_numbers(rule.ours.format(*numbers))[0], [own, columns]))
+        elif ours := _ours(family, rest):
+            found.append((split_numbers(ours)[0], [rows, columns]))
+    for model in family.published:
+        known = [(model[name], shape) for name, shape in found if name in model]
+        if known and all(shape in layers.shapes for layers, shape in known):
+            return True
+    return False
 
 
 def _shaped(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
@@ -205,12 +242,19 @@ def _side(name: str) -> tuple[str, str]:
     if "." not in name:
         for prefix in sorted(COMPONENT_OF_PREFIX, key=len, reverse=True):
             if name.startswith(prefix + "_"):
-                return COMPONENT_OF_PREFIX[prefix], name.removeprefix(prefix + "_")
+                component, rest = COMPONENT_OF_PREFIX[prefix], name.removeprefix(prefix + "_")
+                # Some programs put a second underscore, or the component, behind kohya's beginning.
+                return component, rest.removeprefix("_").removeprefix("unet_") if component == DENOISER else rest
         return DENOISER, name  # a layer outside of all blocks, of a file whose names have no prefix
     rest = name.removeprefix(PEFT)
     for prefix, component in COMPONENT_OF_DOTTED.items():
         if rest.startswith(prefix):
-            return component, rest.removeprefix(prefix).removeprefix(PEFT)
+            rest = rest.removeprefix(prefix)
+            for inside in INSIDE:
+                rest = rest.removeprefix(inside)
+            return component, rest
+    if match := LANGUAGE_MODEL.match(rest):
+        return "text_encoder", rest[match.end() :]
     if rest.startswith(("text_model.", "encoder.layers.", "encoder.block.")):
         return "text_encoder", rest
     return DENOISER, rest

@@ -68,7 +68,7 @@ def kohya_pairs(weights: LoraWeights, names: Names = ONE_TEXT_ENCODER) -> tuple[
         if not (name in found and module in found[name].modules)
     ]
     if lost:
-        raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}: add them to the family's layout")
+        raise ValueError(f"no unambiguous kohya name for {', '.join(lost[:3])}")
     return pairs, {FUSED_RANKS: json.dumps(fused, sort_keys=True)} if fused else {}
 
 

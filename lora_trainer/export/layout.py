@@ -8,7 +8,7 @@ writes LoRA files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -41,6 +41,17 @@ def fused(original: str, *ours: str, shares: tuple[int, ...] = (), ratio: float 
 
 
 @dataclass(frozen=True)
+class PublishedLayers:
+    """The layers of a published model that have one name but for its numbers: the last of each number, and the shapes of their weights."""
+
+    last: Sequence[int]
+    shapes: Sequence[Sequence[int]]
+
+
+PublishedModel = Mapping[str, PublishedLayers]  # by the names of diffusers with `{}` for each number
+
+
+@dataclass(frozen=True)
 class Names:
     """The names of one family's modules in LoRA files.
 
@@ -54,6 +65,7 @@ class Names:
     layout: Layout = field(default=(), repr=False)
     also: Layout = field(default=(), repr=False)
     like: str = ""  # the family that is meant where names and shapes are of both
+    published: Sequence[PublishedModel] = field(default=(), repr=False)  # the denoisers, where they are known
 
 
 def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
@@ -84,6 +96,11 @@ def rule_of(layout: Layout, module: str) -> tuple[Rule, str] | None:
 
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+
+
+def split_numbers(name: str) -> tuple[str, list[int]]:
+    """A module's name with `{}` for each number, `blocks.{}.to_out.{}`, and the numbers."""
+    return _NUMBER.sub("{}", name), [int(number) for number in _NUMBER.findall(name)]
 
 
 def _shape_of(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,10 @@ from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.disk import refusal
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import atomic_path
-from lora_trainer.core.tensorfile import read_tensor_header
+from lora_trainer.core.tensorfile import is_pickle, read_tensor_header
 from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
-from lora_trainer.export.keys import DORA, EMBEDDING, ONE_TEXT_ENCODER, PEFT
+from lora_trainer.export.keys import DORA, EMBEDDING, ONE_TEXT_ENCODER, PEFT, read_key
 from lora_trainer.export.layout import Names, rule_of
 from lora_trainer.export.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.export.reading import only_lora, some, weights_of
@@ -115,7 +115,7 @@ def plain_forms(weights: AdapterWeights, names: Names) -> tuple[FileForm, FileFo
                 tensor = tensor.flatten() if tensor.ndim == 2 else tensor.transpose(0, 1).contiguous()
             if end != "alpha":  # it is in the tensors, and diffusers refuses its key
                 diffusers[f"{module}.{diffusers_form.PEFT_ENDS.get(end, end)}"] = tensor
-    return FileForm(kohya, weights), FileForm(diffusers, weights)
+    return FileForm(kohya, weights), FileForm(diffusers_form.with_first_pair_first(diffusers), weights)
 
 
 def write_learned_tokens(
@@ -211,7 +211,7 @@ def read_adapter(path: Path, families: Sequence[Names] = ()) -> AdapterWeights:
     unknown key, a mixture of forms, or another method.
     """
     tensors, metadata = open_tensors(path)
-    refuse_reaching(path, metadata)
+    refuse_reaching(path, metadata, tensors)
     return weights_of(path.name, tensors, metadata, families, beside(path, tensors))
 
 
@@ -229,7 +229,7 @@ def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         document = read_json_object(config, MOST_CONFIG_BYTES)
     except (TextError, OSError) as error:
         raise UsageError(Problem(f"{config} cannot be read: {error}.", "Copy it again, or remove it.")) from None
-    if reaching := diffusers_form.reaching_in(document):
+    if reaching := diffusers_form.reaching_in(document, layers_of(tensors)):
         raise _refused(config, f"asks for more than the file's own weights ({some(reaching)}).", "Export a plain LoRA.")
     return document
 
@@ -238,11 +238,12 @@ def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
         raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
+    if not path.is_file():  # opening a pipe would wait forever
+        raise _refused(path, "is not a regular file.", "Name a .safetensors file.")
     with open(path, "rb") as file:
-        start = file.read(9)
-    pickled = start[:2] == b"PK" or (start[:1] == b"\x80" and start[8:9] != b"{")
+        pickled = is_pickle(file.read(8))
     if pickled or path.suffix.lower() in {".pt", ".ckpt", ".pth", ".bin"}:
         fix = "Pickle can run code when it is read, so it never is: get the file as .safetensors."
         raise _refused(path, "is a pickle file.", fix)
@@ -261,15 +262,21 @@ def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def refuse_reaching(path: Path, metadata: Mapping[str, str]) -> None:
+def layers_of(keys: Iterable[str]) -> list[str]:
+    """The names of the layers that keys are of."""
+    return list({read.name for key in keys if (read := read_key(key)) is not None})
+
+
+def refuse_reaching(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> None:
     key = diffusers_form.ADAPTER_METADATA_KEY
     try:
-        reaching = diffusers_form.reaching_further(metadata)
+        reaching = diffusers_form.reaching_further(metadata, layers_of(keys))
     except (ValueError, TypeError):
         raise _refused(path, f"has a header entry {key} that cannot be read.", "Export it again.") from None
     if reaching:
         fix = (
-            "Programs would read other files, run code or change the base model by it: export it again as a plain LoRA."
+            "Programs would read other files, run code, search without end or change the base model by it: "
+            "export it again as a plain LoRA."
         )
         raise _refused(path, f"asks in {key} for more than its own weights ({some(reaching)}).", fix)
 

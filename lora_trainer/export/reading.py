@@ -37,6 +37,7 @@ from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, L
 MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
 SD_SCRIPTS_OFT = "oft_unet_"  # the beginning of its OFT network's names
 SHOWN = 3  # names listed in one message
+CHANGES_OF_NORMS = "LoRA with changes of norms"
 OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
     ".oft_R": "OFT as peft rotates it, by inputs,",
     ".boft_": "BOFT",
@@ -45,8 +46,8 @@ OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of me
     ".b1.weight": "GLoRA",
     ".on_input": "IA3",
     ".vera_lambda": "VeRA",
-    ".w_norm": "LoRA with changes of norms",
-    ".b_norm": "LoRA with changes of norms",
+    ".w_norm": CHANGES_OF_NORMS,
+    ".b_norm": CHANGES_OF_NORMS,
     ".diff_b": "LoRA with changes of biases",
     ".set_weight": "LoRA with whole weights",
     ".lora_B.bias": "LoRA with changes of biases",
@@ -93,10 +94,12 @@ FORMS = {
 }
 
 
-def other_method(keys: Sequence[str]) -> str | None:
-    """The method of a file's keys that is not read; None when all may be."""
+def method_of(tensors: Mapping[str, Tensor]) -> str | None:
+    """The method of a file's tensors that is not read; None when all may be."""
+    if any(key.endswith(".diff") and tensor.ndim < 2 for key, tensor in tensors.items()):
+        return CHANGES_OF_NORMS
     for mark, method in OTHER_METHODS.items():
-        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in keys):
+        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in tensors):
             return method
     return None
 
@@ -161,7 +164,7 @@ def collect(
     forms = sorted({read.form for read in keys.values()} - {""})
     if forms == ["kohya", "lycoris"]:
         forms = ["kohya"]  # LyCORIS chooses a kind for each layer
-    if whole := _wrong_kind(file, list(tensors), keys, forms):
+    if whole := _wrong_kind(file, tensors, keys, forms):
         return Collected(LoraWeights({}, metadata, embeddings), forms[0] if len(forms) == 1 else "", {}, (whole,))
     problems: list[Problem] = []
     unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
@@ -169,6 +172,9 @@ def collect(
         problems.append(
             Problem(f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).", "Export it again.")
         )
+    if flat := sorted(word for word, tensor in embeddings.items() if tensor.ndim != 2 or 0 in tensor.shape):
+        message = f"{file} holds learned tokens that are no table of [tokens, width] ({some(flat)})."
+        problems.append(Problem(message, "Export it again."))
     halves = _halves(keys, tensors)
     hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
     updates = _updates(file, halves, problems)
@@ -198,19 +204,25 @@ def collect(
     return Collected(weights, forms[0] if forms else "", found, tuple(problems))
 
 
+OF_LORA_DIFFUSION = re.compile(r"(?:unet|text_encoder):\d+:(?:up|down)")
+ON_DISTINCT_LAYERS = ["diffusers", "old"]  # forms that programs read side by side
 RUN_STATE = re.compile(r"best-\d+\.safetensors|(adapter|average|optimizer)\.safetensors")  # in a run's checkpoints
 
 
-def _wrong_kind(file: str, tensors: Sequence[str], keys: Mapping[str, Key], forms: Sequence[str]) -> Problem | None:
-    if method := other_method(tensors):
-        fix = "Its update is not exact in other programs: convert it to a LoRA with the program that made it."
-        return Problem(f"{file} is {method}, not a plain LoRA.", fix)
-    if len(forms) > 1:
+def _wrong_kind(
+    file: str, tensors: Mapping[str, Tensor], keys: Mapping[str, Key], forms: Sequence[str]
+) -> Problem | None:
+    if method := method_of(tensors):
+        return Problem(f"{file} is {method}, not a plain LoRA.", "Use it in the program that it was made for.")
+    if len(forms) > 1 and forms != ON_DISTINCT_LAYERS:
         counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
         fix = "Programs load one half silently: export it again in one form."
         return Problem(f"{file} mixes {' and '.join(counts)}.", fix)
+    if any(OF_LORA_DIFFUSION.fullmatch(key) for key in tensors):
+        message = f"{file} is a LoRA of cloneofsimo's lora_diffusion, whose layers have numbers in place of names."
+        return Problem(message, "No other program reads it: use a LoRA of kohya's or diffusers' format.")
     if not forms and not any(read.part == "alpha" for read in keys.values()):
-        kind = other_file(tensors)
+        kind = other_file(list(tensors))
         fix = "Name a LoRA file; a base model is named with --model." if tensors else "The file holds no tensors."
         if RUN_STATE.fullmatch(file):
             kind, fix = "a state of a training run", "Name a LoRA file in the run's folder."

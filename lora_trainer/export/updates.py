@@ -498,9 +498,11 @@ def update_of(tensors: Mapping[str, Tensor], alpha: float | None) -> FactorUpdat
         raise ValueError(f"{', '.join(sorted(tensors))} are of several kinds")
     kind = kinds.pop()
     update = kind(tensors, alpha)
+    if any(0 in each.shape for each in tensors.values()):
+        raise ValueError("it is empty")
     try:
         if update.rank < 1 or min(update.weight_shape) < 1:
-            raise ValueError("it is empty")
+            raise IndexError
         if _needed(kind, tensors) != set(tensors):
             raise KeyError
         with torch.device("meta"):
@@ -509,7 +511,7 @@ def update_of(tensors: Mapping[str, Tensor], alpha: float | None) -> FactorUpdat
     except KeyError:
         missing = sorted(_needed(kind, tensors) ^ set(tensors))
         raise ValueError(f"{kind.title} does not fit together ({', '.join(missing)})") from None
-    except (RuntimeError, IndexError, TypeError):
+    except (RuntimeError, IndexError, TypeError, ValueError):
         shapes_shown = ", ".join(f"{name} {list(each.shape)}" for name, each in sorted(tensors.items()))
         raise ValueError(f"its shapes do not fit ({shapes_shown})") from None
     return update

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
@@ -47,8 +48,9 @@ def _table(value: Any, around: Around) -> Took:
     """A JSONL with `image_path`, `caption` and `control_path` or `control_path_N`, by the keys of its first record."""
     path = located(around.folder, text(value))
     record: Any = None
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8-sig") as file:
-        record = json.loads(file.readline(LONGEST_RECORD))
+    if Path(path).is_file():  # opening a pipe would wait forever
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8-sig") as file:
+            record = json.loads(file.readline(LONGEST_RECORD))
     keys = [match for key in record if (match := CONTROL.fullmatch(key))] if isinstance(record, dict) else []
     columns = [match[0] for match in sorted(keys, key=lambda match: int(match[1] or 0))]
     return Took({"source.path": path} | ({"source.control_columns": columns} if columns else {}))

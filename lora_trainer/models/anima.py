@@ -244,7 +244,7 @@ FAMILY = Family(
     ),
     lora_files=LoraFileSpec(
         base_names=lambda facts: ("anima", "anima/lora"),
-        prefixes={"transformer": "lora_unet"},
+        prefixes={"transformer": "lora_unet", "text_encoder": "lora_te"},
         layout=LAYOUT,
         readers=(
             "diffusers: original",

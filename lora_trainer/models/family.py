@@ -366,7 +366,8 @@ class LoraFileSpec:
     LoRA files and never written. `like` is a family whose names and shapes these are: a file that nothing identifies is of that
     one, and is read for both. `readers` are the programs that were seen to read such files whole, as `PROGRAM: STYLE`
     with a style of `export.inspection`, and `passed_over` the beginnings of modules, as
-    patterns, that a program skips then.
+    patterns, that a program skips then. `needs_beside` are beginnings of modules without any of which a program reads none of the
+    denoiser's by kohya's names.
     """
 
     base_names: Callable[[ModelFacts], tuple[str, str]]
@@ -376,6 +377,7 @@ class LoraFileSpec:
     like: str = ""
     readers: tuple[str, ...] = ()
     passed_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs_beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ ALSO = (
     Rule("transformer_blocks.{}.attn.to_out.0", "double_blocks.{}.processor.proj_lora1"),
     Rule("transformer_blocks.{}.attn.to_add_out", "double_blocks.{}.processor.proj_lora2"),
     *fused("single_blocks.{}.processor.qkv", *(f"single_transformer_blocks.{{}}.attn.to_{name}" for name in "qkv")),
+    # ComfyUI's name of the first three parts of linear1.
+    *fused("single_blocks.{}.linear1_qkv", *(f"single_transformer_blocks.{{}}.attn.to_{name}" for name in "qkv")),
     Rule("single_transformer_blocks.{}.proj_out", "single_blocks.{}.processor.proj"),
     *(Rule(rule.ours, f"{rule.original}.{rule.part}") for rule in LAYOUT if len(rule.shares) > 1),
     Rule("x_embedder", "img_in.proj"),

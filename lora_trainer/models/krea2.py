@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.layout import Rule
+from lora_trainer.export.layout import Rule, fused
 from lora_trainer.models.autoencoder import VIDEO, load_whole_image_encoder, vae_facts
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (
@@ -90,6 +90,17 @@ LAYOUT = (
     Rule("txt_in.linear_2", "txtmlp.3"),
     Rule("text_fusion.projector", "txtfusion.projector"),
 )  # fmt: skip
+
+# SimpleTuner trains attention as diffusers fuses it; the blocks of the image have a key and a value for four queries.
+ALSO = tuple(
+    rule
+    for block in BLOCKS
+    for rule in fused(
+        f"{block}.{{}}.attn.to_qkv",
+        *(f"{block}.{{}}.attn.to_{name}" for name in "qkv"),
+        shares=(4, 1, 1) if block == "transformer_blocks" else (),
+    )
+)
 
 
 def describe(folder: Path) -> ModelFacts:
@@ -237,6 +248,7 @@ FAMILY = Family(
         base_names=lambda facts: ("krea2", "Krea-2/lora"),
         prefixes={"transformer": "lora_unet"},
         layout=LAYOUT,
+        also=ALSO,
         readers=(
             "diffusers: original",
             "ComfyUI: kohya",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.export.keys import DORA_OVER, NUMBERED
+from lora_trainer.export.diffusers import renamed_magnitudes
+from lora_trainer.export.keys import DORA_OVER, NUMBERED, T5, of_language_model
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.lora_names import knows
 
 if TYPE_CHECKING:
     from lora_trainer.export.inspection import Inspected
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 Reads = Literal["whole", "in part", "not", "unknown"]
 PROGRAMS = ("diffusers", "ComfyUI", "A1111, Forge", "sd-scripts")
 KOHYA = ("kohya", "kohya, first code")
-T5 = ".encoder.block."  # in the names of its modules
+GENERIC = ("original", "original, kohya's halves")  # ComfyUI's own names
 PASSES_OVER_TOKENS = "it passes over the learned tokens"
 
 
@@ -50,6 +53,9 @@ def _diffusers_of(file: Inspected, family: Family | None, kinds: set[str]) -> Cl
     if DORA_OVER in file.weights.metadata:
         return Client(name, "not", "its magnitudes are for ComfyUI")
     if file.style == "diffusers" and not file.alpha_keys:
+        if renamed := renamed_magnitudes(file.keys):
+            layers = f"it misnames the magnitudes of {len(renamed)} layers"
+            return Client(name, "not", f"{layers}, whose first forward pass raises; convert --to lora --model BASE")
         readers = family.lora_files.readers if family else ()
         if kinds == {"dora"} or (kinds == {"lokr"} and "diffusers: LoKr" in readers):
             return Client(name, "whole")
@@ -76,21 +82,23 @@ def _comfyui_of(file: Inspected, family: Family | None, kinds: set[str]) -> Clie
 
 
 def _diffusers(file: Inspected, family: Family | None) -> Client:
-    found, t5 = _diffusers_without_t5(file, family), of_t5(file)
-    if not t5:
+    found, skipped = _diffusers_of_the_rest(file, family), _texts_passed_over(file)
+    if not skipped or found.reads == "unknown":
         return found
-    passes = f"it passes over T5, {t5} modules, without a word"
+    passes = f"it passes over {skipped}, without a word"
     if found.reads == "not":
         return replace(found, why=f"{found.why}, though there {passes}")
     return Client(found.name, "in part", passes)
 
 
-def of_t5(file: Inspected) -> int:
-    """How many modules are of T5."""
-    return sum(T5 in module for module in file.weights.modules)
+def _texts_passed_over(file: Inspected) -> str:
+    """The text encoders whose layers diffusers skips, for people; empty where there are none."""
+    t5 = sum(T5 in module for module in file.weights.modules)
+    named = {"T5": t5, "the language model": sum(map(of_language_model, file.weights.modules))}
+    return " and ".join(f"{name}, {count} modules" for name, count in named.items() if count)
 
 
-def _diffusers_without_t5(file: Inspected, family: Family | None) -> Client:
+def _diffusers_of_the_rest(file: Inspected, family: Family | None) -> Client:
     name = "diffusers"
     if file.learned_tokens:
         return Client(
@@ -109,21 +117,39 @@ def _diffusers_without_t5(file: Inspected, family: Family | None) -> Client:
 
 
 def _diffusers_own(file: Inspected, family: Family | None) -> Client:
-    """Its own form, in which it refuses alpha keys but for one family's."""
+    """Its own form, in which it refuses alpha keys but for one family's, and looks at the first key to tell its old form."""
     name = "diffusers"
-    if not file.alpha_keys:
-        return Client(name, "whole")
-    if family is None:
+    of_clip = re.compile(r"text_encoder\w*\.(?:text_model|text_projection)")
+    is_clip = all(of_clip.match(module) for module in file.weights.modules)  # which every pipeline with it reads
+    if not (is_clip if family is None else knows(family, file.weights.modules)):
         return Client(name, "unknown")
-    if "diffusers: diffusers, alpha keys" in family.lora_files.readers:
-        return Client(name, "whole")
-    return Client(name, "not", "it refuses alpha keys in its own form; convert --to diffusers")
+    if file.alpha_keys:
+        if family is None:
+            return Client(name, "unknown")
+        if "diffusers: diffusers, alpha keys" not in family.lora_files.readers:
+            return Client(name, "not", "it refuses alpha keys in its own form; convert --to diffusers")
+    if old := _passed_over_beside_peft(file):
+        return Client(name, "in part", f"it skips {old} layers by its old names; convert --to diffusers")
+    return Client(name, "whole")
+
+
+def _passed_over_beside_peft(file: Inspected) -> int:
+    """How many layers by the names before peft diffusers skips, because the first key of their component is one of peft's."""
+    first: dict[str, str] = {}
+    for key in file.keys:
+        first.setdefault(key.partition(".")[0], key)
+    by_peft = {component for component, key in first.items() if ".lora_A." in key}
+    old = [key for key in file.keys if key.endswith(".lora.down.weight") and key.partition(".")[0] in by_peft]
+    return len(old)
 
 
 def _comfyui(file: Inspected, family: Family | None) -> Client:
     name = "ComfyUI"
-    if family is None:  # a text encoder's names are the same for all
-        return Client(name, "whole" if file.style in (*KOHYA, "original") and not file.learned_tokens else "unknown")
+    if family is None:
+        # A text encoder's names are the same for all models.
+        is_text = all(module.startswith("text_encoder") for module in file.weights.modules)
+        is_known = is_text and file.style in (*KOHYA, *GENERIC) and not file.learned_tokens
+        return Client(name, "whole" if is_known else "unknown")
     if file.style in ("diffusers", "no prefix") and _has_unet(file):
         return Client(name, "in part", "it loads a part of these names with a line in its log; convert --to kohya")
     if file.style == "XLabs":
@@ -134,8 +160,8 @@ def _comfyui(file: Inspected, family: Family | None) -> Client:
         return Client(
             name, "in part", "it never reads alpha from the header, so its strength differs; convert --to kohya"
         )
-    if file.style == "diffusers" and (t5 := of_t5(file)):
-        return Client(name, "in part", f"it passes over T5's {t5} modules by these names; convert --to kohya")
+    if file.style == "diffusers" and (skipped := _texts_passed_over(file)):
+        return Client(name, "in part", f"it passes over {skipped}, by these names; convert --to kohya")
     return Client(
         name, "in part" if file.learned_tokens else "whole", PASSES_OVER_TOKENS if file.learned_tokens else ""
     )
@@ -162,6 +188,11 @@ def _sd_scripts(file: Inspected, family: Family | None) -> Client:
         return Client(name, "in part", PASSES_OVER_TOKENS)
     if file.numbered and family.lora_files.prefixes.get("text_encoder", NUMBERED) != NUMBERED:
         return Client(name, "in part", "it knows the one text encoder without a number; convert --to kohya")
+    beside, component = family.lora_files.needs_beside.get(name, ()), family.denoiser.component
+    names = [module.partition(".")[2] for module in file.weights.modules if module.startswith(f"{component}.")]
+    if file.style == "kohya" and names and beside and not any(each.startswith(beside) for each in names):
+        reads: Reads = "not" if len(names) == len(file.weights.modules) else "in part"
+        return Client(name, reads, f"it skips {len(names)} modules where none is of {' or '.join(beside)}")
     return _of_the_rest(file, family, name)
 
 

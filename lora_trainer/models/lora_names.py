@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
-from lora_trainer.export.layout import Names, rule_of
+from lora_trainer.export.layout import Names, PublishedModel, rule_of, split_numbers
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
-from lora_trainer.models.published import public_architecture, public_forms
+from lora_trainer.models.published import public_architecture, published_layers
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 WITHOUT_DOTS = ("lora_", "lycoris_", "oft_unet_")  # beginnings of names in which dots became underscores
-NUMBERED_BLOCK = re.compile(r"(\w+\.\w+)\.(\d+)\.")  # `transformer.single_transformer_blocks`, and its number
 
 
 def names_of(family: Family) -> Names:
@@ -36,6 +35,7 @@ def names_of(family: Family) -> Names:
         family.lora_files.layout,
         family.lora_files.also,
         family.lora_files.like,
+        published_layers().get(family.name, ()),
     )
 
 
@@ -162,7 +162,21 @@ def families_of(weights: AdapterWeights) -> list[str]:
         return [weights.family]
     denoisers = {module.partition(".")[0] for module in weights.modules if not module.startswith("text_encoder")}
     kin = [name for name, family in FAMILIES.items() if denoisers == {family.denoiser.component}]
-    return _by_shapes(weights) or kin
+    by_name = [name for name in kin if knows(FAMILIES[name], weights.modules)]
+    return _by_shapes(weights) or by_name or kin
+
+
+def knows(family: Family, modules: Iterable[str]) -> bool:
+    """Whether all names of a file's denoiser are of layers that the family has; True for one whose layers are not known."""
+    layout, published = family.lora_files.layout, published_layers().get(family.name, ())
+    for module in modules:
+        component, _, name = module.partition(".")
+        if component.startswith("text_encoder"):
+            continue
+        is_published = any(split_numbers(name)[0] in model for model in published)
+        if (layout or published) and not is_published and not rule_of(layout, name):
+            return False
+    return True
 
 
 def _with_base(weights: AdapterWeights, family: str) -> AdapterWeights:
@@ -198,51 +212,56 @@ def family_by_header(version: str, modules: Iterable[str]) -> str | None:
 
 
 def _by_shapes(weights: AdapterWeights) -> list[str]:
-    """The transformers' families whose published models have all of the modules in these shapes.
+    """The families whose published models have all of the denoiser's modules in these shapes.
 
     Of several, it is the one whose last blocks the file has: LoRAs train all blocks, and families share names and widths.
     """
-    rests = [module.partition(".")[2] for module in weights.modules if module.startswith("transformer.")]
     fitting = {
-        name: max(_fit(weights, family, config) for config in public_forms(name))
+        name: max(_fit(weights, family.denoiser.component, model) for model in published_layers()[name])
         for name, family in FAMILIES.items()
-        if rests and family.lora_files.layout and all(rule_of(family.lora_files.layout, rest) for rest in rests)
+        if name in published_layers()
     }
     best = max(fitting.values(), default=0)
     return [name for name, fit in fitting.items() if fit == best > 0]
 
 
-def _fit(weights: AdapterWeights, family: Family, config: Mapping[str, Any]) -> int:
+def _fit(weights: AdapterWeights, component: str, model: PublishedModel) -> int:
     """0 where a module is not in the model, or has another shape there; 2 where the model's last blocks are trained."""
-    import torch
-
-    from lora_trainer.export.weights import check_keys, shapes_of
-
-    with torch.device("meta"):
-        shapes = shapes_of({family.denoiser.component: family.denoiser.make(config)})
-    modules = {name: pair for name, pair in weights.modules.items() if name.startswith(f"{family.denoiser.component}.")}
-    if check_keys(replace(weights, modules=modules), shapes):
+    has_last = dict[str, bool]()
+    for module, update in weights.modules.items():
+        own, _, name = module.partition(".")
+        if own.startswith("text_encoder"):
+            continue
+        plain, numbers = split_numbers(name)
+        layers = model.get(plain)
+        if own != component or layers is None:
+            return 0
+        if any(number > last for number, last in zip(numbers, layers.last, strict=True)):
+            return 0
+        # Factors may not tell the kernel, or anything but the outputs.
+        flat = [[shape[0], math.prod(shape[1:])] for shape in layers.shapes]
+        if list(update.weight_shape) not in [*layers.shapes, *flat, *([shape[0]] for shape in layers.shapes)]:
+            return 0
+        if numbers:
+            block = name.partition(".")[0]
+            has_last[block] = has_last.get(block, False) or numbers[0] == layers.last[0]
+    if not weights.modules or all(module.startswith("text_encoder") for module in weights.modules):
         return 0
-    trained, there = (_last_blocks(names) for names in (modules, shapes))
-    return 2 if all(there[name] == last for name, last in trained.items()) else 1
-
-
-def _last_blocks(names: Iterable[str]) -> dict[str, int]:
-    """The highest number in each list of blocks that has any of the modules."""
-    found: dict[str, int] = {}
-    for name in names:
-        if match := NUMBERED_BLOCK.match(name):
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]))
-    return found
+    return 2 if all(has_last.values()) else 1
 
 
 def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """The U-Net's family by the width of the text that it reads: `shapes` are those of the modules' weights."""
+    """The U-Net's family by the width of the text that it reads: `shapes` are those of the modules' weights.
+
+    None where a name is of no published U-Net: models for videos read texts of the same widths.
+    """
     widths = {shape[-1] for name, shape in shapes.items() if name.endswith((".attn2.to_k", ".attn2.to_v"))}
+    modules = [name for name in shapes if name.startswith("unet.")]
     for name, family in FAMILIES.items():
         if family.denoiser.component == "unet":
             width = public_architecture(name).denoiser.get("cross_attention_dim")
-            if width in widths and any(module.startswith("unet.") for module in shapes):
+            names = {split_numbers(module.partition(".")[2])[0] for module in modules}
+            if modules and width in widths and any(names <= set(model) for model in published_layers().get(name, ())):
                 return name
     return None
 

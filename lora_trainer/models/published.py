@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.export.layout import PublishedLayers, PublishedModel
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture, ModelFacts
+
+SHAPES = Path(str(files("lora_trainer.models") / "architectures" / "layer_shapes.json"))
+
+
+@cache
+def published_layers() -> dict[str, Sequence[PublishedModel]]:
+    """The layers of each family's published denoisers, as `scripts/write_layer_shapes.py` writes them."""
+    document = json.loads(SHAPES.read_text(encoding="utf-8"))
+    return {
+        family: [{name: PublishedLayers(*each) for name, each in model.items()} for model in models]
+        for family, models in document.items()
+    }
 
 
 def published_file(name: str) -> Path:

@@ -333,5 +333,6 @@ FAMILY = Family(
             "ComfyUI: LyCORIS",
             "sd-scripts: kohya",
         ),
+        passed_over={"sd-scripts": ("text_projection",)},
     ),
 )

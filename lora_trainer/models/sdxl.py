@@ -174,6 +174,7 @@ FAMILY = Family(
         base_names=base_names,
         prefixes={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
         readers=(*LORA_READERS, "diffusers: kohya, first code", "sd-scripts: kohya, first code"),
-        passed_over=PASSED_OVER,
+        passed_over={"sd-scripts": (*PASSED_OVER["sd-scripts"], "text_projection")},
+        needs_beside={"sd-scripts": ("down_blocks.", "up_blocks.")},  # without any it translates no name
     ),
 )

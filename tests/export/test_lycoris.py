@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
-from lora_trainer.export.lora_file import FileLayout, write_lora
+from lora_trainer.export.lora_file import FileLayout, read_adapter, write_lora
 from lora_trainer.export.weights import AdapterWeights, shapes_of
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import names_of
@@ -97,7 +98,7 @@ def test_a_whole_file_is_loaded_there_by_the_names_of_the_family(family: str, ki
         parameter.data += 0.05 * torch.randn_like(parameter)
     values = {name: each.detach() for name, each in parameters.items()}
     weights = AdapterWeights(adapter.updates(values, component, options))
-    layout = FileLayout(torch.float32, shapes, names_of(FAMILIES[family]), adapter.forms)
+    layout = FileLayout(shapes=shapes, names=names_of(FAMILIES[family]), forms=adapter.forms)  # in the default type
     file, _ = write_lora(tmp_path, "cat", weights, facts(), layout)
     if is_unet:
         # Of diffusers' U-Nets 4.1.3 lists the time embedding twice, by its class and by its name, and refuses it then.
@@ -110,10 +111,16 @@ def test_a_whole_file_is_loaded_there_by_the_names_of_the_family(family: str, ki
     assert len(loaded) == len(names) > 5
     inputs = {name: torch.randn(2, *input_shape(plain.get_submodule(name))) for name in names}
     before = {name: plain.get_submodule(name)(x) for name, x in inputs.items()}
+    network.float()  # as for a model in fp32
+    changes, unchanged = read_adapter(file, [names_of(FAMILIES[family])]).modules, copy.deepcopy(plain)
     for module in loaded:
         module.apply_to()
     for name, x in inputs.items():
-        theirs, ours = (each.get_submodule(name)(x) - before[name] for each in (plain, trained))
+        layer = unchanged.get_submodule(name)
+        layer.weight.data = layer.weight + changes[f"{component}.{name}"].delta(layer.weight).reshape(
+            layer.weight.shape
+        )
+        theirs, ours = (each.get_submodule(name)(x) - before[name] for each in (plain, unchanged))
         assert float((theirs - ours).detach().norm() / ours.detach().norm()) < 1e-4, name
 
 

@@ -16,6 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.export.convert import relative_difference
 from lora_trainer.export.layout import rule_of
 from lora_trainer.export.lora_file import FileLayout, write_lora
+from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
@@ -196,6 +197,11 @@ TRANSFORMERS = [
 ]
 
 
+def named(family: str) -> TrainingFacts:
+    """The header of a run: layers of the tests' sizes are those of no published model."""
+    return facts(base_version="", architecture=f"{family}/lora")
+
+
 def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> LoraWeights:
     """A pair for each module in the family's layout, with mixed ranks and scales."""
     modules = {}
@@ -218,7 +224,7 @@ def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> Lora
 def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights = transformer_lora(family, dtype=torch.float32)
     kohya, diffusers = write_lora(
-        tmp_path, "cat", weights, facts(), FileLayout(dtype=dtype, names=names_of(FAMILIES[family]))
+        tmp_path, "cat", weights, named(family), FileLayout(dtype=dtype, names=names_of(FAMILIES[family]))
     )
     names = load_file(kohya)
     assert all(key.startswith(("lora_unet_", "lora_te1_")) and key.count(".") <= 2 for key in names)
@@ -236,7 +242,7 @@ def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.d
 def test_convert_there_and_back_gives_the_same_file(family: str, tmp_path: Path) -> None:
     first, there, back = (tmp_path / f"{name}.safetensors" for name in ("first", "there", "back"))
     kohya, _ = write_lora(
-        tmp_path, "cat", transformer_lora(family), facts(), FileLayout(names=names_of(FAMILIES[family]))
+        tmp_path, "cat", transformer_lora(family), named(family), FileLayout(names=names_of(FAMILIES[family]))
     )
     kohya.rename(first)
     assert convert_lora(first, there, "diffusers").difference == 0
@@ -317,7 +323,7 @@ def test_xlabs_names_are_attention_of_both_streams_and_of_the_single_blocks(tmp_
         for leaf, rows in zip(leaves, pair.delta().split(WIDTH), strict=True):
             expected[f"transformer.{block}.{leaf}"] = rows
     path, target = tmp_path / "xlabs.safetensors", tmp_path / "kohya.safetensors"
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"modelspec.architecture": "flux-1-dev/lora"})
     convert_lora(path, target, "kohya")
     for file in (path, target):
         weights = read_lora(file)
@@ -376,7 +382,8 @@ def test_learned_tokens_of_any_text_encoder_are_converted(tmp_path: Path) -> Non
 def test_a_header_of_another_kind_of_denoiser_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "flux.safetensors"
     name = "transformer.single_transformer_blocks.0.attn.to_q"
-    save_file(peft_keys(name, ONE), path, metadata={"ss_base_model_version": "sd_v1"})
+    published = random_pair(4, 1, outs=3072, ins=3072)
+    save_file(peft_keys(name, published), path, metadata={"ss_base_model_version": "sd_v1"})
     assert read_lora(path).family == "flux"
 
 

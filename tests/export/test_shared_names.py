@@ -30,20 +30,23 @@ def lora(path: Path, sides: dict[str, tuple[int, int]], header: dict[str, str] |
 @pytest.mark.parametrize(
     ("sides", "header", "family"),
     [
-        ({QKV: (96, 32), LINEAR1: (9 * 32, 32)}, None, "flux2"),
-        ({QKV: (96, 32), LINEAR1: (7 * 32, 32)}, None, "flux"),
-        ({QKV: (96, 32), "lora_unet_double_blocks_0_img_mlp_0": (6 * 32, 32)}, None, "flux2"),
+        ({QKV: (3 * 3072, 3072), LINEAR1: (9 * 3072, 3072)}, None, "flux2"),
+        ({QKV: (3 * 4096, 4096), LINEAR1: (9 * 4096, 4096)}, None, "flux2"),
+        ({QKV: (3 * 3072, 3072), LINEAR1: (7 * 3072, 3072)}, None, "flux"),
+        ({QKV: (3 * 3072, 3072), "lora_unet_double_blocks_0_img_mlp_0": (6 * 3072, 3072)}, None, "flux2"),
+        ({QKV: (96, 32), LINEAR1: (9 * 32, 32)}, None, None),  # of no published model
+        ({QKV: (96, 32), LINEAR1: (7 * 32, 32)}, None, None),
         ({QKV: (96, 32)}, {"modelspec.architecture": "Flux.2-klein-4b"}, "flux2"),  # musubi-tuner's
         ({QKV: (96, 32)}, {"ss_base_model_version": "flux2_klein_9b"}, "flux2"),  # ai-toolkit's
         ({QKV: (96, 32)}, {"ss_base_model_version": "flux1"}, "flux"),
         ({QKV: (96, 32), LINEAR1: (7 * 32, 32)}, {"ss_base_model_version": "chroma"}, "chroma"),
-        ({"lora_unet_distilled_guidance_layer_out_proj": (32, 32)}, None, "chroma"),
+        ({"lora_unet_distilled_guidance_layer_out_proj": (3072, 5120)}, None, "chroma"),
     ],
 )
 def test_shared_names_are_distinguished(sides, header, family, tmp_path):
     read = read_lora(lora(tmp_path / "a.safetensors", sides, header))
     assert read.family == family
-    if LINEAR1 in sides:
+    if family and LINEAR1 in sides:
         single = "attn.to_qkv_mlp_proj" if family == "flux2" else "attn.to_k"
         assert f"transformer.single_transformer_blocks.1.{single}" in read.modules
 

@@ -120,15 +120,22 @@ def test_the_number_of_a_text_encoder_survives_a_round_trip(tmp_path: Path) -> N
         (UNET[1], 768, {"ss_v2": "False", "ss_base_model_version": "sd_v1"}),
         (UNET[1], 1024, {"ss_v2": "True"}),  # 512 or 768 is not stored
         (UNET[1], 2048, {"ss_v2": "False", "ss_base_model_version": "sdxl_base_v1-0"}),
-        ("transformer.single_transformer_blocks.1.attn.to_q", 64, {"ss_v2": "False", "ss_base_model_version": "flux1"}),
-        ("transformer.pos_embed.proj", 64, {"ss_v2": "False", "ss_base_model_version": "sd3"}),
+        (
+            "transformer.single_transformer_blocks.1.attn.to_q",
+            3072,
+            {"ss_v2": "False", "ss_base_model_version": "flux1"},
+        ),
+        ("transformer.transformer_blocks.1.ff_context.net.2", 6144, {"ss_v2": "False", "ss_base_model_version": "sd3"}),
     ],
 )
 def test_a_header_is_rebuilt_from_keys_and_shapes(
     module: str, width: int, header_data: dict[str, str], tmp_path: Path
 ) -> None:
     first, target = tmp_path / "first.safetensors", tmp_path / "target.safetensors"
-    save_file(diffusers_tensors(LoraWeights({module: LoraPair(torch.randn(4, width), torch.randn(8, 4), 4.0)})), first)
+    rows = {3072: 3072, 6144: 1536}.get(width, 8)  # as published, of the transformers
+    save_file(
+        diffusers_tensors(LoraWeights({module: LoraPair(torch.randn(4, width), torch.randn(rows, 4), 4.0)})), first
+    )
     convert_lora(first, target, "kohya")
     with safe_open(target, framework="pt") as opened:
         header = opened.metadata()

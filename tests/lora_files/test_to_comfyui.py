@@ -97,7 +97,8 @@ def test_what_it_cannot_convert_is_refused(tmp_path: Path, capsys: pytest.Captur
     arguments = ["convert", str(tmp_path / "plain.safetensors"), str(tmp_path / "out.safetensors"), "--to", "comfyui"]
     assert main([*arguments, "--rank", "4", "--dtype", "fp16"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "--to comfyui needs --model" in error
+    assert "is LoRA, without magnitudes of outputs" in error
+    assert "--to kohya, which ComfyUI reads" in error
     assert "--rank is for --to lora" in error
     assert "--dtype is for --to kohya, diffusers and lora" in error
     assert main([*arguments, "--model", str(tmp_path / "base")]) == 2

@@ -226,10 +226,11 @@ def test_inspect_reports_that_diffusers_skips_t5(tmp_path, capsys):
     """sd-scripts can train T5; diffusers loads such a FLUX.1 file and silently skips T5."""
     path = tmp_path / "strange.safetensors"
     t5 = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
-    for family, original in (("flux", "double_blocks_0_img_attn_proj"), ("sd3", "joint_blocks_0_x_block_attn_proj")):
-        shapes = {
-            f"{name}.lora_{part}.weight": (4, 4) for name in (f"lora_unet_{original}", t5) for part in ("down", "up")
-        }
+    blocks = {"flux": ("double_blocks_0_img_attn_proj", 3072), "sd3": ("joint_blocks_0_x_block_attn_proj", 1536)}
+    for family, (original, width) in blocks.items():
+        shapes = {f"{t5}.lora_{part}.weight": (4, 4) for part in ("down", "up")}
+        shapes |= {f"lora_unet_{original}.lora_down.weight": (4, width)}  # as published
+        shapes |= {f"lora_unet_{original}.lora_up.weight": (width, 4)}
         saved(shapes)(path)
         main(["inspect", str(path), "--json"])
         document = json.loads(capsys.readouterr().out)

@@ -38,7 +38,14 @@ MOST_SPANS = 64  # of formats; they lie together in files that safetensors wrote
 FIRST_OF_FLUX = 64  # input channels of the plain model: 16 of latents, of four places
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a"), "a LoRA"),
+    (
+        ("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a"),
+        "a LoRA",
+    ),
+    (  # before peft
+        ("lora.down.weight", "lora1.down.weight", "lora_linear_layer.down.weight", ":0:down"),
+        "a LoRA",
+    ),
     (
         ("lokr_w1", "lokr_w1_a", "oft_blocks", "oft_diag", "dora_scale", ".diff", "oft_R.weight"),
         "a LoRA of another kind",
