@@ -215,7 +215,8 @@ def transformer_lora(family: str, *, dtype: torch.dtype = torch.float16) -> Lora
     if "text_encoder" in FAMILIES[family].lora_files.prefixes:
         text = random_pair(4, 99, alpha=2.0)
         half = LoraPair(text.down.to(dtype), text.up.to(dtype), text.alpha)
-        modules["text_encoder.text_model.encoder.layers.0.mlp.fc1"] = half
+        is_clip = FAMILIES[family].lora_files.prefixes["text_encoder"] == "lora_te1"  # Anima's is Qwen3
+        modules[f"text_encoder.{'text_model.encoder.layers.0.mlp.fc1' if is_clip else 'layers.0.mlp.down_proj'}"] = half
     return LoraWeights(modules)
 
 
@@ -227,7 +228,8 @@ def test_both_formats_of_a_run_hold_the_same_updates(family: str, dtype: torch.d
         tmp_path, "cat", weights, named(family), FileLayout(dtype=dtype, names=names_of(FAMILIES[family]))
     )
     names = load_file(kohya)
-    assert all(key.startswith(("lora_unet_", "lora_te1_")) and key.count(".") <= 2 for key in names)
+    beginnings = tuple(f"{prefix}_" for prefix in FAMILIES[family].lora_files.prefixes.values())
+    assert all(key.startswith(beginnings) and key.count(".") <= 2 for key in names)
     one, other = read_lora(kohya), read_lora(diffusers)
     assert one.family == other.family == family
     assert set(one.modules) == set(other.modules) == set(weights.modules)
