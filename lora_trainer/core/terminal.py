@@ -31,7 +31,8 @@ def open_missing_streams() -> None:
             if nowhere != number:
                 os.close(nowhere)
         stream = getattr(sys, name)
-        if stream is None or stream.closed:
+        # A program may print through an object of its own that only writes.
+        if stream is None or getattr(stream, "closed", False):
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until the process ends
 
 
