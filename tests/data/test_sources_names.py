@@ -240,10 +240,11 @@ def test_captions_without_an_image_and_members_that_are_not_read_are_named_in_a_
             "b.txt": b"y",
             "a.cls": b"1",
             "c.mp4": b"z",
+            "v1.0/README": b"r",
         }.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     manifest, findings = read_manifest([tmp_path / "x.tar"])
     assert codes(findings) == [("b.txt", "orphan_caption", "note")]
-    assert [note for note in manifest.notes if "1 .cls, 1 .mp4" in note]
+    assert [note for note in manifest.notes if "1 .cls, 1 .mp4, 1 without an ending" in note]
