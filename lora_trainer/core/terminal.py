@@ -36,6 +36,12 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until the process ends
 
 
+def is_terminal(stream: object) -> bool:
+    """Whether a stream is a terminal; an object that only writes is none."""
+    ask = getattr(stream, "isatty", None)
+    return ask is not None and bool(ask())
+
+
 class _Terminal(io.FileIO):
     """A terminal's file; output is discarded once the terminal is closed."""
 

@@ -144,6 +144,9 @@ streams = sys.stdout, sys.stderr = Tee(), Tee()
 from lora_trainer import check_dataset
 check_dataset({data!r}, quiet=False)
 assert (sys.stdout, sys.stderr) == streams
+from lora_trainer.__main__ import entry
+assert entry(["presets"]) == 0
+assert entry(["presets", "show", "no-such-preset"]) == 2
 """
 
 
