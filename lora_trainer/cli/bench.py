@@ -19,6 +19,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
+from lora_trainer.core.terminal import is_terminal
 from lora_trainer.run.settings import refuse_missing_attention
 
 EXAMPLES = (
@@ -160,7 +161,7 @@ def show(report: Report, device: str, document: Mapping[str, Any] | None) -> Non
         print(report.text)
     shown = () if report.text else report.rows
     columns = [(title, cell) for title, cell in report.columns if any(map(cell, shown))]
-    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    console = Console(width=None if is_terminal(sys.stdout) else WIDE)
     for model, found in groupby(shown, key=lambda row: row.model):
         rows = list(found)
         cells = [[title, *map(cell, rows)] for title, cell in columns]

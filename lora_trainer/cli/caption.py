@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_trainer.cli.arguments import add_offline_argument, say
 from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.terminal import is_terminal
 
 EXAMPLES = """examples:
   lora-trainer caption ./images --model ./blip-large --output ./captions
@@ -76,7 +77,7 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         Path(arguments.model), device, threshold=arguments.threshold, most_tokens=arguments.max_tokens
     )
     say(f"{arguments.model} writes {captioner.kind} on {device.type}")
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(console=Console(stderr=True), transient=True, disable=not is_terminal(sys.stderr)) as bar:
         task = bar.add_task("captioning", total=len(wanted))
         done = caption_images(
             wanted,

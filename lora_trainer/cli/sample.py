@@ -59,14 +59,12 @@ class GridFolder:
     def name_for(self, name: str) -> str:
         """The name of the grid's files, numbered (`name-2`) if earlier images have it, even those of an unfinished grid.
 
-        Where they are overwritten, all earlier ones of the name are removed: a smaller grid leaves none of them between its own.
+        Where they are overwritten it is the same name.
         """
-        if not self.overwrite:
-            names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
-            return next(each for each in names if not _files_of(self.path, each))
-        for path in _files_of(self.path, name):
-            path.unlink(missing_ok=True)
-        return name
+        if self.overwrite:
+            return name
+        names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
+        return next(each for each in names if not _files_of(self.path, each))
 
 
 def sample_command(
@@ -175,6 +173,12 @@ def _draw(
         usable, dtype = usable_bytes(config, device), _dtype(config, grid, device)
         compute = Compute(dtype, device, usable, grid.at_once, say, count(DRAWN))
         used = with_less(partial(compare, model, path, Grid(grid.rows, grid.drawing), where), compute)
+    if folder.overwrite:  # a smaller grid leaves none of an earlier one's images between its own
+        written = {where.sheet, where.recipe}
+        for strength in (None, *grid.drawing.strengths):
+            written |= {where.image(index, strength) for index in range(len(grid.rows))}
+        for path in set(_files_of(folder.path, where.name)) - written:
+            path.unlink(missing_ok=True)
     print(where.sheet)
     return used
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
+from lora_trainer.core.terminal import is_terminal
+
 NARROWEST = 30  # columns
 Severity = Literal["error", "warning", "note"]
 
@@ -30,7 +32,7 @@ def folded(text: str, stream: TextIO, indent: int = 0) -> str:
 
     Lines after the first are indented by `indent` columns, which the first already has.
     """
-    if not stream.isatty():
+    if not is_terminal(stream):
         return text
     width = max(shutil.get_terminal_size().columns - indent, NARROWEST)
     lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))

@@ -31,8 +31,15 @@ def open_missing_streams() -> None:
             if nowhere != number:
                 os.close(nowhere)
         stream = getattr(sys, name)
-        if stream is None or stream.closed:
+        # A program may print through an object of its own that only writes.
+        if stream is None or getattr(stream, "closed", False):
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until the process ends
+
+
+def is_terminal(stream: object) -> bool:
+    """Whether a stream is a terminal; an object that only writes is none."""
+    ask = getattr(stream, "isatty", None)
+    return ask is not None and bool(ask())
 
 
 class _Terminal(io.FileIO):

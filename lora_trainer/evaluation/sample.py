@@ -78,7 +78,7 @@ def compare(model: NamedModel, lora: Path, grid: Grid, where: Where, compute: Co
     """Generate every row on a fresh base model, without the LoRA and at each strength; write images, sheet and recipe.
 
     Where another grid in the folder has the same recipe except for its LoRA, its images without LoRA are reused.
-    Finished images stay when this is interrupted. The pipeline is freed at the end. Returns the recipe. Raises
+    Finished images stay when this is interrupted; earlier ones of the grid's name stay until the first image is there. The pipeline is freed at the end. Returns the recipe. Raises
     UsageError when the file cannot be read or does not fit.
     """
     family, base, device, drawing = model.family, model.folder, compute.device, grid.drawing
@@ -108,18 +108,25 @@ def compare(model: NamedModel, lora: Path, grid: Grid, where: Where, compute: Co
         "at_once": at_once,
         "tiled": placed.tiled,
     }
-    done, total = 0, len(grid.rows) * (1 + len(drawing.strengths))
+    planned = [
+        where.image(index, strength) for strength in (None, *drawing.strengths) for index in range(len(grid.rows))
+    ]
+    done = 0
     columns = draw_columns(
         pipeline, family, weights, grid, earlier_base(where, used), replace(compute, at_once=at_once)
     )
     try:
         for strength, drawn in columns:
             images = untouched(where, len(grid.rows)) if drawn is None else drawn
-            for index, (row, image) in enumerate(zip(grid.rows, images, strict=True)):
-                save_image(where.image(index, strength), image, embedded_text(used, row, strength))
+            for row, image in zip(grid.rows, images, strict=True):
+                if done == 0:
+                    where.recipe.unlink(missing_ok=True)  # of an earlier grid, whose images are overwritten now
+                save_image(planned[done], image, embedded_text(used, row, strength))
                 done += 1
-                compute.progress(done, total)
+                compute.progress(done, len(planned))
     except (Stopped, KeyboardInterrupt):
+        for path in planned[done:]:
+            path.unlink(missing_ok=True)  # an earlier grid's, which are not of this recipe
         write_sheet(where, used)
         raise
     write_sheet(where, used)

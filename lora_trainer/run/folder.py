@@ -24,7 +24,7 @@ from lora_trainer.run.order import Order
 UNFINISHED = ("running", "stopped", "failed")
 LOCK, SOFT_LOCK = ".lock", ".lock.held"
 OWNER = ".lock.owner"  # which process holds the lock: whoever only looks reads this and never takes the lock
-LOCKS = {LOCK, SOFT_LOCK, OWNER}
+LOCKS = (LOCK, SOFT_LOCK, OWNER)  # in the order to remove them: the note is renewed while there is a lock
 RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 ANOTHER_RUN = "Wait for it, or choose another --name."
@@ -239,8 +239,8 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
         return
     for name in (RECORD, "config.toml", RESERVE):
         (folder / name).unlink(missing_ok=True)
-    if set(os.listdir(folder)) <= LOCKS:
-        with contextlib.suppress(PermissionError):  # Windows cannot delete a file that is locked
+    if set(os.listdir(folder)) <= set(LOCKS):
+        with contextlib.suppress(OSError):  # Windows cannot delete a file that is locked
             for name in LOCKS:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()

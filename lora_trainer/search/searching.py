@@ -164,7 +164,7 @@ def check_order(order: SearchOrder) -> int:
             message = f"--confirm is {pairs}, must be {FEWEST_VALUES} to {MOST_VALUES}."
             problems.append(Problem(message, "Each pair trains two runs; 3 to 5 are usual."))
     folder = order.folder
-    other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - LOCKS)
+    other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - set(LOCKS))
     if other and not (folder / STUDY_FILE).is_file():
         what = "holds a run" if read_record(folder) is not None else f"exists and has no {STUDY_FILE}"
         problems.append(Problem(f"{folder} {what}.", "Choose another --name or --output."))

@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lora_trainer.batch.stores import holds_batch, store_of
 from lora_trainer.config.toml import section_types
-from lora_trainer.core.errors import Problem
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of, text
 from lora_trainer.report.record import BEFORE_AFTER, read_record
-from lora_trainer.run.folder import holder_of
+from lora_trainer.run.folder import holder_of, take_free_lock
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
 from lora_trainer.web.children import read_end, stop_process
@@ -281,6 +281,11 @@ def delete_run(run: str, state: State) -> Response:
     folder = folder_of(run, state.output)
     if holder_of(folder) is not None:
         raise Refusal(409, Problem(f"{folder.name} runs.", "Stop it first."))
+    try:
+        # The note of a run that trains may be missing, on a full disk, or old, by another machine's clock.
+        take_free_lock(folder, "Stop it first.").release()
+    except UsageError as error:
+        raise Refusal(409, error.problems) from error
     trash = state.own / "trash" / f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     trash.parent.mkdir(parents=True, exist_ok=True)
     os.rename(folder, trash)

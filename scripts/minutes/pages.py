@@ -12,6 +12,7 @@ from typing import Any
 from lora_trainer.benchmarks.baseline import held_against
 from lora_trainer.benchmarks.trials.specs import SPECS, TableRow, beside, row_of_document
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.io import write_text
 from minutes.tasks import PARTS, ROW_PARTS, Task
 
 Line = Mapping[str, Any]
@@ -82,25 +83,32 @@ def summary(lines: Sequence[Line], late: Sequence[Task]) -> str:
 
 
 def write_pages(root: Path, lines: Sequence[Line]) -> list[str]:
-    """Write the section, the constants and the baseline below `root`; what was written, and what is to be done then."""
+    """Write the section, the constants and the baseline below `root`; what was written, and what is to be done then.
+
+    Raises NothingToWrite before any of them is written.
+    """
     done = [line for line in lines if "rows" in line]
     if not done:
         raise NothingToWrite("there are no results. Measure first: python scripts/gpu_minutes.py --output FOLDER")
     device, versions = done[-1]["device"], done[-1]["versions"]
     if device.endswith("rehearsed"):
         raise NothingToWrite(f"the results are of {device}: they say nothing of a GPU")
-    page = root / PAGE
-    text = page.read_text("utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n{section(lines, device, versions)}\n{END}{after}", encoding="utf-8")
-    notes = [f"{PAGE}: written", *write_constants(root / PLANNER, done, device)]
-    file = root / BASELINE
-    document = json.loads(file.read_text("utf-8")) | {"gpu": baseline_of(done)}
+    before, begin, rest = (root / PAGE).read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise NothingToWrite(f"{PAGE} lacks {BEGIN} or, behind it, {END}")
+    planner, notes = with_constants((root / PLANNER).read_text("utf-8"), done, device)
+    document = json.loads((root / BASELINE).read_text("utf-8")) | {"gpu": baseline_of(done)}
     import check_regressions
 
-    file.write_text(check_regressions.document_text(document), encoding="utf-8")
-    return [*notes, f"{BASELINE}: {len(document['gpu']['rows'])} rows of {device} written"]
+    written = {
+        PAGE: f"{before}{BEGIN}\n{section(lines, device, versions)}\n{END}{after}",
+        PLANNER: planner,
+        BASELINE: check_regressions.document_text(document),
+    }
+    for name, text in written.items():
+        write_text(root / name, text)
+    return [f"{PAGE}: written", *notes, f"{BASELINE}: {len(document['gpu']['rows'])} rows of {device} written"]
 
 
 def section(lines: Sequence[Line], device: str, versions: Mapping[str, str]) -> str:
@@ -153,15 +161,14 @@ def checked(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
-def write_constants(path: Path, done: Sequence[Line], device: str) -> list[str]:
-    """The planner's constants: the largest of the capped rows, rounded up."""
+def with_constants(text: str, done: Sequence[Line], device: str) -> tuple[str, list[str]]:
+    """The planner with its constants, the largest of the capped rows, rounded up; and what is said of that."""
     rows = [row for line in done if line["part"] == "memory" for row in line["rows"] if row.get("context_gib")]
     rows = [row for row in rows if row["is_right"] and row["fragmentation"] is not None]
     if not rows:
-        return [f"{PLANNER}: no row has both constants, left as it is"]
+        return text, [f"{PLANNER}: no row has both constants, left as it is"]
     context = math.ceil(100 * max(row["context_gib"] for row in rows)) / 100
     fragmentation = math.ceil(1000 * max(row["fragmentation"] for row in rows)) / 1000
-    text = path.read_text("utf-8")
     for name, value in (("CONTEXT_GIB", context), ("FRAGMENTATION", fragmentation)):
         text, count = re.subn(rf"^{name} = [\d.]+", f"{name} = {value:g}", text, flags=re.MULTILINE)
         if count != 1:
@@ -172,9 +179,8 @@ def write_constants(path: Path, done: Sequence[Line], device: str) -> list[str]:
         text,
         flags=re.MULTILINE,
     )
-    path.write_text(text, encoding="utf-8")
     then = "python -m lora_trainer plan --all; python scripts/check_regressions.py --update --only memory"
-    return [
+    return text, [
         f"{PLANNER}: CONTEXT_GIB = {context:g}, FRAGMENTATION = {fragmentation:g}",
         f"then, for plans that follow from them: {then}; the constants in docs/memory.md",
     ]

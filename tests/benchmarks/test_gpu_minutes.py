@@ -348,6 +348,18 @@ def test_pages_constants_and_baseline_are_written(lines, checkout):
     assert written == {name: (checkout / name).read_text("utf-8") for name in written}, "written again, nothing changes"
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"), [(pages.PAGE, pages.BEGIN), (pages.PAGE, pages.END), (pages.PLANNER, "FRAGMENTATION = ")]
+)
+def test_nothing_is_written_where_one_of_them_has_no_place(lines, checkout, name, lost):
+    text = (checkout / name).read_text("utf-8")
+    (checkout / name).write_text(text.replace(lost, "", 1), encoding="utf-8")
+    before = {each: (checkout / each).read_bytes() for each in (pages.PAGE, pages.PLANNER, pages.BASELINE)}
+    with pytest.raises(NothingToWrite):
+        write_pages(checkout, lines)
+    assert before == {each: (checkout / each).read_bytes() for each in before}
+
+
 def test_a_later_measurement_is_held_against_the_baseline(lines, checkout):
     assert regressed(checkout, lines) == []
     write_pages(checkout, lines)

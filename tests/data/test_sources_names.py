@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 import unicodedata
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Manifest
+from lora_trainer.data.sources.metadata import FilesBelow
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DatasetGate, check_dataset
 from lora_trainer.dataset_check.fix import write_fixed
@@ -230,6 +234,33 @@ def test_control_images_of_columns_by_the_same_rule(tmp_path: Path, draw: Draw) 
     assert findings == ()
 
 
+def test_only_folders_on_the_way_to_a_missing_file_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_case: None
+) -> None:
+    there = tmp_path / "data" / f"{DECOMPOSED}-Before" / "A.png"
+    for path in (there, tmp_path / "data" / "other" / "deep" / "b.png"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    listed: list[Path] = []
+
+    def recorded(true: Callable[[Any], Any], place: Any) -> Any:
+        listed.append(Path(place))
+        return true(place)
+
+    monkeypatch.setattr(os, "listdir", partial(recorded, os.listdir))
+    monkeypatch.setattr(os, "scandir", partial(recorded, os.scandir))
+    root = tmp_path / "data"
+    files = FilesBelow(root)
+    for name in ("missing.png", "another.png", "../outside.png", str(tmp_path / "absolute.png")):
+        assert files.find(root, name) == Path(os.path.normpath(root / name))
+    assert listed == [root]
+    for name in (f"{COMPOSED}-before/a.PNG", f"{COMPOSED}-BEFORE\\a.png"):
+        assert files.find(root, name) == there
+    assert files.find(root / "other", f"../{COMPOSED}-before/a.png") == there
+    assert files.find(root, "other/deep/c.png") == root / "other" / "deep" / "c.png"
+    assert listed == [root, there.parent, root / "other", root / "other" / "deep"]
+
+
 def test_captions_without_an_image_and_members_that_are_not_read_are_named_in_a_tar(tmp_path: Path) -> None:
     file = io.BytesIO()
     noise_image(64, 64, 1).save(file, "PNG")
@@ -240,10 +271,11 @@ def test_captions_without_an_image_and_members_that_are_not_read_are_named_in_a_
             "b.txt": b"y",
             "a.cls": b"1",
             "c.mp4": b"z",
+            "v1.0/README": b"r",
         }.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     manifest, findings = read_manifest([tmp_path / "x.tar"])
     assert codes(findings) == [("b.txt", "orphan_caption", "note")]
-    assert [note for note in manifest.notes if "1 .cls, 1 .mp4" in note]
+    assert [note for note in manifest.notes if "1 .cls, 1 .mp4, 1 without an ending" in note]

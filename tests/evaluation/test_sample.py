@@ -190,12 +190,25 @@ def test_finished_images_are_kept_when_interrupted(
 
     monkeypatch.setattr(sample, "save_image", save_image)
     flags = ("--prompt", "a ring", *QUICK, "--output", str(tmp_path))
-    assert main(["sample", str(lora), "--model", str(base), *flags]) == 130
+    (tmp_path / "cat_before_after_00_with.png").write_bytes(b"of an earlier grid")
+    assert main(["sample", str(lora), "--model", str(base), *flags, "--overwrite"]) == 130
     assert {path.name for path in tmp_path.iterdir()} == {
         "cat_before_after.png",
         "cat_before_after.json",
         "cat_before_after_00_without.png",
     }
+
+
+def test_earlier_images_stay_where_none_can_be_generated(base: Path, lora: Path, tmp_path: Path) -> None:
+    foreign = LoraWeights({"unet.mid_block.nowhere": LoraPair(torch.ones(2, 9), torch.ones(9, 2), 2.0)})
+    other = write_lora(tmp_path / "other", lora.stem, foreign, facts())[0]
+    output = tmp_path / "samples"
+    flags = ("--model", str(base), "--prompt", "a ring", *QUICK, "--output", str(output), "--overwrite")
+    assert main(["sample", str(lora), *flags]) == 0
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert len(before) == 4
+    assert main(["sample", str(other), *flags]) == 2
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
 def test_many_images_make_a_sheet_that_can_be_opened(tmp_path: Path) -> None:

@@ -130,6 +130,30 @@ def test_streams_that_are_none_are_no_error(bench: Bench, program: str) -> None:
     assert codes[ALL] in (0, 3)  # the images are small
 
 
+WITH_A_TEE = """
+import sys
+
+class Tee:
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        pass
+
+streams = sys.stdout, sys.stderr = Tee(), Tee()
+from lora_trainer import check_dataset
+check_dataset({data!r}, quiet=False)
+assert (sys.stdout, sys.stderr) == streams
+from lora_trainer.__main__ import entry
+assert entry(["presets"]) == 0
+assert entry(["presets", "show", "no-such-preset"]) == 2
+"""
+
+
+def test_objects_that_only_write_stay_the_streams(bench: Bench) -> None:
+    assert code_of(["-c", WITH_A_TEE.format(data=str(bench.data))], "", program="") == 0
+
+
 READER_LEFT = {"stdout": ["presets"], "stderr": ["no-such-command"]}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.core.io import remove_unfinished
 from lora_trainer.data import process_notes
-from lora_trainer.run.folder import LOCK, OWNER, LockNote, holder_of, is_free, locked
+from lora_trainer.run.folder import LOCK, OWNER, LockNote, holder_of, is_free, leave_as_found, locked
 from lora_trainer.web.run_list import RunList
 from tests.web.site import write_run
 
@@ -47,6 +49,35 @@ def test_a_folder_with_only_a_claim_is_free(tmp_path: Path) -> None:
     assert is_free(tmp_path)
     (tmp_path / "notes.txt").touch()
     assert not is_free(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows cannot delete a file that is locked")
+def test_a_note_that_is_renewed_meanwhile_does_not_keep_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cat"
+    folder.mkdir()
+    unlink = Path.unlink
+
+    def renewed_then(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok=missing_ok)
+        LockNote(folder / OWNER).renew()
+
+    with locked(folder):
+        monkeypatch.setattr(Path, "unlink", renewed_then)
+        leave_as_found(folder, None)
+        assert not folder.exists()
+        monkeypatch.undo()
+
+
+def test_a_folder_that_cannot_be_removed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    with locked(tmp_path):
+        monkeypatch.setattr(Path, "rmdir", refuse)
+        leave_as_found(tmp_path, None)
+    assert is_free(tmp_path)
 
 
 def test_looking_never_refuses_a_start(tmp_path: Path) -> None:
@@ -113,7 +144,10 @@ def test_a_run_of_another_machine_is_live_until_it_is_silent(tmp_path: Path) -> 
     path.write_text(json.dumps(note), encoding="ascii")
     assert (holder := holder_of(tmp_path)) is not None
     assert not holder.is_of_this_machine
-    silent = path.stat().st_mtime - process_notes.SILENT_SECONDS - 1.0
+    ahead = path.stat().st_mtime + 10 * process_notes.SILENT_SECONDS  # the disk's clock is not this machine's
+    os.utime(path, (ahead, ahead))
+    assert holder_of(tmp_path) is not None
+    silent = time.time() - process_notes.SILENT_SECONDS - 1.0
     os.utime(path, (silent, silent))
     assert holder_of(tmp_path) is None
 

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from lora_trainer.report import record as records
-from lora_trainer.run.folder import holder_of
+from lora_trainer.run.folder import holder_of, take_free_lock
 from lora_trainer.web import run_list
 from lora_trainer.web.run_columns import Columns, thinned
 from lora_trainer.web.run_list import RunList, folder_of, id_of
@@ -198,6 +198,19 @@ def test_a_deleted_run_is_in_the_trash(client: TestClient, tmp_path: Path) -> No
     assert (moved / "run.json").is_file()
     assert moved.is_relative_to(tmp_path / ".ui" / "trash")
     assert client.get("/api/runs/cat").status_code == 404
+
+
+def test_a_locked_run_is_not_deleted_whatever_its_note_says(client: TestClient, tmp_path: Path) -> None:
+    """The note is missing where the disk is full, and looks old by another machine's clock."""
+    lock = take_free_lock(tmp_path / "cat")
+    try:
+        assert holder_of(tmp_path / "cat") is None
+        assert client.delete("/api/runs/cat").status_code == 409
+        assert (tmp_path / "cat" / "run.json").is_file()
+    finally:
+        lock.release()
+    assert client.delete("/api/runs/cat").status_code == 200
+    assert not (tmp_path / "cat").exists()
 
 
 def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_path: Path) -> None:

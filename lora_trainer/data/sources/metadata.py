@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +12,6 @@ from lora_trainer.core.bounded import TextError
 from lora_trainer.core.findings import Severity
 from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.listing import list_folder
 from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
 from lora_trainer.data.sources.rows import READERS, SourceRow, Table, TableColumns, read_table
 
@@ -24,23 +24,29 @@ def key_of(path: str) -> str:
 
 
 class FilesBelow:
-    """The images below a folder, which are listed once a table names one that is not there letter by letter."""
+    """The files below a folder, of which only the folders on the way to a name that is not there letter by letter are listed."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-        self._images: NamedImages[Path] | None = None
+        self._root = Path(os.path.normpath(root))
+        self._names: dict[Path, NamedImages[str]] = {}
 
     def find(self, folder: Path, name: str) -> Path:
         """The file that a table in `folder` names; where there is none, the only one whose name differs little."""
         path = Path(os.path.normpath(os.path.join(folder, name.replace("\\", "/"))))
-        if os.path.lexists(path):
+        if os.path.lexists(path) or not path.is_relative_to(self._root):
             return path
-        if self._images is None:
-            listing = list_folder(self._root, SourceReading())
-            paths = [listing.path(inner, each) for inner, names in listing.names.items() for each in names]
-            self._images = NamedImages((key_of(str(each)), each) for each in paths)
-        found = self._images.find(key_of(str(path)))[1]
-        return found[0] if len(found) == 1 else path
+        place = self._root
+        for part in path.relative_to(self._root).parts:
+            if place not in self._names:
+                names = list[str]()
+                with contextlib.suppress(OSError):  # a file, or a folder that cannot be read
+                    names = os.listdir(place)
+                self._names[place] = NamedImages((each, each) for each in names)
+            found = self._names[place].find(part)[1]
+            if len(found) != 1:
+                return path
+            place /= found[0]
+        return place
 
 
 def read_metadata(

@@ -31,9 +31,10 @@ def stem_of(name: str) -> str:
 
 
 def ending_of(name: str) -> str:
-    """A bare name's ending with its dot, in small letters."""
-    dot = name.rfind(".")
-    return name[dot:].lower() if dot > 0 else ""
+    """A name's ending with its dot, in small letters; not one of its folder."""
+    start = name.rfind("/") + 1
+    dot = name.rfind(".", start)
+    return name[dot:].lower() if dot > start else ""
 
 
 def is_image(name: str) -> bool:
