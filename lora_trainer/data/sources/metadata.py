@@ -101,6 +101,16 @@ def table_or_finding(path: Path, reading: SourceReading, columns: TableColumns) 
     if table.bad:
         message = f"has lines without a file name and its text: {len(table.bad)} of {table.total} (first: line {table.bad[0]})."
         reading.find("bad_metadata", "error", message, "Fix or remove these lines.", path)
+    if table.overfull:
+        message = f"has lines with more cells than columns: {len(table.overfull)} (first: line {table.overfull[0]})."
+        fix = 'Put cells with a comma in quotes: "a cat, red".'
+        reading.find("bad_metadata", "error", message, fix, path)
+    if table.joined:
+        count, first = len(table.joined), table.joined[0]
+        message = (
+            f"{count} captions have commas without quotes (first: line {first}); the whole rest of the line is used."
+        )
+        reading.note(f"{path}: {message}")
     find_no_captions(path, table.others, columns, reading)
     return table
 
