@@ -21,7 +21,7 @@ class FoundImage:
 
     `caption_file` is the name of the file beside it that the caption is from. `instead` says what was found in place of a
     missing caption, `hint` where it may be. `weight` is as it was written, None where nobody wrote one. `mask` and
-    `controls` have no content yet.
+    `controls` have no content yet. `damage` says what is wrong with a file beside it that may be its caption.
     """
 
     path: Path
@@ -35,6 +35,7 @@ class FoundImage:
     folder_caption: str | None = None
     controls: tuple[ControlImage, ...] = ()
     caption_file: str = ""
+    damage: Finding | None = None
 
 
 @dataclass(frozen=True)

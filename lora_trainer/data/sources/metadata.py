@@ -165,8 +165,12 @@ def _with_row(found: FoundImage, row: SourceRow | None, folder: Path, files: Fil
     """The image with what a row of a table in `folder` sets."""
     if row is None:
         return found
+    damage = found.damage
+    if damage is not None and row.text is not None:
+        damage = replace(damage, severity="note")
     return replace(
         found,
+        damage=damage,
         caption=found.caption if row.text is None else row.text,
         caption_file=found.caption_file if row.text is None else "",
         weight=found.weight if row.weight is None else row.weight,
