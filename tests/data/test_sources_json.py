@@ -190,6 +190,22 @@ def test_a_table_comes_before_json_that_no_setting_names(folder: Path) -> None:
     assert [sample.caption for sample in read(folder, extension=".json")[0].samples] == ["of the JSON"]
 
 
+@pytest.mark.parametrize(("name", "extension"), [("a.txt", None), ("a.json", ".json")])
+@pytest.mark.parametrize(
+    ("listed", "found"), [("of the file", []), ("of  the file\n", []), ("other", ["two_captions"])]
+)
+def test_a_caption_beside_the_image_and_another_in_the_table_are_named(
+    folder: Path, name: str, extension: str | None, listed: str, found: list[str]
+) -> None:
+    held = "of the file" if name == "a.txt" else '{"caption": "of the file"}'
+    (folder / name).write_text(held, encoding="utf-8")
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": listed}), encoding="utf-8")
+    manifest, findings = read(folder, extension=extension)
+    assert [sample.caption for sample in manifest.samples] == ["of the file"]
+    assert codes(findings) == [(code, "note") for code in found]
+    assert all(finding.path == folder / "a.png" and name in finding.message for finding in findings)
+
+
 def test_a_text_is_no_caption_where_json_is_set(folder: Path) -> None:
     (folder / "a.txt").write_text("a red cat", encoding="utf-8")
     manifest, findings = read(folder, extension="json")

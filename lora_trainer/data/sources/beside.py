@@ -127,7 +127,9 @@ def read_beside(
         weight = _weight_in(image, documents, read, request, reading)
         name = captions[0].name
         try:
-            return Beside(decode(read(name)), weight, name)
+            caption = decode(read(name))
+            _find_other_row(image, name, caption, listed, request, reading)
+            return Beside(caption, weight, name)
         except TextError as error:
             message = f"has a caption file that {error} ({posixpath.basename(name)})."
             damage = Finding("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
@@ -145,6 +147,7 @@ def read_beside(
     except TextError as error:
         return Beside(listed, damage=_damaged(image, documents[0], error, "error"))
     if described.caption is not None:
+        _find_other_row(image, documents[0].name, described.caption, listed, request, reading)
         return Beside(described.caption, described.weight, documents[0].name)
     if listed is not None or not described.columns:
         return Beside(listed, described.weight)
@@ -168,6 +171,20 @@ def _find_doubtful(image: Path, captions: Sequence[TextFile], reading: SourceRea
         message = f"is one of {len(used.images)} images with the caption {posixpath.basename(used.name)}."
         fix = f"If it is not meant for all of them, name theirs {image.name}{CAPTION_ENDINGS[0]}."
         reading.find("shared_caption", "warning", message, fix, image)
+
+
+def _find_other_row(
+    image: Path, name: str, caption: Caption, listed: Caption | None, request: SourceRequest, reading: SourceReading
+) -> None:
+    """Name the caption that is used where a row of the folder's table has another one."""
+    if listed is None or request.section.captions_file is not None:  # which comes before both
+        return
+    used, other = (
+        [" ".join(text.split()) for text in ((each,) if isinstance(each, str) else each)] for each in (caption, listed)
+    )
+    if used != other:
+        message = f"has a caption in {posixpath.basename(name)}, which is used, and another one in the folder's table."
+        reading.find("two_captions", "note", message, "Remove one of them.", image)
 
 
 def _weight_in(
