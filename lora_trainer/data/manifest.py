@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.findings import Finding, Severity
+from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.remote import RemoteError, fix_of
@@ -33,6 +33,7 @@ from lora_trainer.data.sources.read import read_source
 from lora_trainer.data.sources.texts import hidden_characters, tidy
 
 MOST_WEIGHT_SHOWN = 40  # letters
+MOST_USUAL_WEIGHT = 10  # what is more may count something else: kilograms, votes
 
 Place = tuple[Path, Span | None]
 
@@ -110,6 +111,7 @@ def _samples(
     reported: set[Place] = set()
     samples: list[Sample] = []
     for request, images in found:
+        reading.weights.clear()
         for each in images:
             read = facts[each.path, each.span]
             if not isinstance(read, BrokenImageError):
@@ -118,6 +120,10 @@ def _samples(
             elif (each.path, each.span) not in reported:
                 reported.add((each.path, each.span))
                 reading.find(read.code, "error", read.message, read.fix, each.path)
+        if any(weight != 1 for weight in reading.weights):
+            count, least, most = len(reading.weights), min(reading.weights), max(reading.weights)
+            message = f"the loss of {counted(count, 'image')} is multiplied by a weight beside the caption"
+            reading.note(f"{request.shown_path}: {message}, from {least:g} to {most:g}.")
     find_swapped(samples, reading)
     return tuple(samples)
 
@@ -168,6 +174,11 @@ def _weight_of(found: FoundImage, request: SourceRequest, reading: SourceReading
         with contextlib.suppress(OverflowError):  # whole numbers have no end
             whole = float(weight) * own
             if math.isfinite(whole) and whole >= 0.0:
+                reading.weights.append(float(weight))
+                if weight == 0 or weight > MOST_USUAL_WEIGHT:
+                    message = f"has the weight {weight:g}, by which its loss is multiplied."
+                    fix = f"If that is not meant, rename the column or key weight; from 0.1 to {MOST_USUAL_WEIGHT} is usual."
+                    reading.find("unusual_weight", "warning", message, fix, found.path)
                 return whole
     text = repr(weight) if len(repr(weight)) < MOST_WEIGHT_SHOWN else f"{repr(weight)[:MOST_WEIGHT_SHOWN]}…"
     fix = "Write a number of at least 0; 1 is usual."

@@ -20,7 +20,8 @@ from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 CAPTION_CODES = frozenset(
     {
         "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-        "shared_caption", "no_caption_column", "hidden_characters", "bad_metadata", "bad_weight", "absent_image",
+        "shared_caption", "no_caption_column", "hidden_characters", "bad_metadata", "bad_weight", "unusual_weight",
+        "absent_image",
         DOUBTFUL, MIXED_UP, NOT_KNOWN,
     }
 )  # fmt: skip

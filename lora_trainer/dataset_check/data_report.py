@@ -173,6 +173,7 @@ MANY = {
     "unreadable_caption": "have a caption that is not text",
     "bad_metadata": "list captions wrongly",
     "bad_weight": "have a weight that no loss can be multiplied by",
+    "unusual_weight": "have a weight of 0 or of more than is usual",
     "damaged_tar": "are damaged",
     "mask_differs": "have a mask of another shape",
     "unreadable_mask": "have a mask that cannot be read",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.manifest import read_manifest
 from tests.data.conftest import Draw
@@ -109,11 +110,38 @@ def test_weights_of_metadata(tmp_path: Path, draw: Draw) -> None:
     weights = {sample.path.stem: sample.weight for sample in manifest.samples}
     assert weights == {"a": 2.0, "b": 0.5, "c": 0.0} | dict.fromkeys("defghijk", 1.0)
     assert [(finding.code, finding.severity, finding.path.stem) for finding in findings if finding.path] == [
-        ("bad_weight", "error", name) for name in "defghjk"
+        ("unusual_weight", "warning", "c"),
+        *(("bad_weight", "error", name) for name in "defghjk"),
     ]
     assert all(len(finding.message) < 80 for finding in findings)
+    assert len(manifest.notes) == 1
     unweighted = replace(manifest, samples=tuple(replace(sample, weight=1.0) for sample in manifest.samples))
     assert manifest.data_hash != unweighted.data_hash
+
+
+def test_weights_that_may_count_something_else_are_named(tmp_path: Path, draw: Draw) -> None:
+    for source, weights in {"kilograms": (69, 10.5, 10), "usual": (1, 0.5, 10), "ones": (1, 1, None)}.items():
+        rows = []
+        for seed, weight in enumerate(weights):
+            path = draw(tmp_path / source / f"{seed}.png", seed=seed, caption="a thing")
+            rows.append(json.dumps({"file_name": path.name, "weight": weight}))
+        (tmp_path / source / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    notes = {}
+    for source in ("kilograms", "usual", "ones"):
+        section = SourceSection(path=str(tmp_path / source), loss_weight=0.01)
+        manifest, findings = read_manifest([section])
+        notes[source] = len(manifest.notes)
+        if source == "kilograms":
+            assert [(each.code, each.severity, each.path) for each in findings] == [
+                ("unusual_weight", "warning", tmp_path / source / "0.png"),
+                ("unusual_weight", "warning", tmp_path / source / "1.png"),
+            ]
+            assert "from 10 to 69" in manifest.notes[0]
+        else:
+            assert findings == ()
+    assert notes == {"kilograms": 1, "usual": 1, "ones": 0}
+    both = read_manifest([tmp_path / "kilograms", tmp_path / "usual"])[0]
+    assert len(both.notes) == 2
 
 
 def test_a_single_image(tmp_path: Path, draw: Draw) -> None:

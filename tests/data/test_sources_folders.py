@@ -258,3 +258,39 @@ def test_all_problems_are_reported_together(tmp_path: Path, draw: Draw) -> None:
     with pytest.raises(UsageError) as caught:
         read_manifest(sources)
     assert len(caught.value.problems) == 4
+
+
+CSV_ROWS = [
+    ("file_name,text\na.png,a red bag, 4k,sunny\n", "a red bag, 4k,sunny", 1),
+    ('file_name,score,caption\na.png,7,"a ""red"" bag", 4k\n', 'a "red" bag, 4k', 1),
+    ('file_name, text\na.png, "a red bag, 4k"\n', "a red bag, 4k", 0),
+    ("file_name;text\na.png;a red bag; sunny\n", "a red bag; sunny", 1),
+    ("file_name\ttext\r\na.png\ta red bag\t\r\n", "a red bag", 0),
+    ("file_name,text\ra.png,a red bag,,\r", "a red bag", 0),
+    ("file_name,text,weight\na.png,a red bag,1,,\n", "a red bag", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "caption", "notes"), CSV_ROWS)
+def test_captions_of_csv_are_whole_with_and_without_quotes(
+    tmp_path: Path, draw: Draw, text: str, caption: str, notes: int
+) -> None:
+    draw(tmp_path / "a.png", caption=None)
+    (tmp_path / "metadata.csv").write_bytes(text.encode())
+    manifest, findings = read_manifest([tmp_path])
+    assert captions_of(manifest) == {"a.png": caption}
+    assert findings == ()
+    assert len(manifest.notes) == notes
+
+
+@pytest.mark.parametrize("names", ["file_name,text,score", "text,file_name", "file_name,text,tags"])
+def test_a_row_of_csv_with_too_many_cells_is_a_bad_line(tmp_path: Path, draw: Draw, names: str) -> None:
+    draw(tmp_path / "a.png", caption=None)
+    count = names.count(",") + 1
+    good = ",".join("a.png" if name == "file_name" else "1" for name in names.split(","))
+    (tmp_path / "metadata.csv").write_text(f"{names}\n{good}\n{'a.png,' * count}x\n", "utf-8")
+    manifest, findings = read_manifest([tmp_path])
+    assert captions_of(manifest) == {"a.png": "1"}
+    assert codes(findings) == [("bad_metadata", "error")]
+    assert "line 3" in findings[0].message
+    assert findings[0].path == tmp_path / "metadata.csv"

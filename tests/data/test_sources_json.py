@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,62 @@ def test_damaged_json_is_an_error_that_names_it(folder: Path, kind: str, data: b
     assert codes(read(place_of(kind, folder))[1]) == [("bad_metadata", "note")]
 
 
+def as_it_is(folder: Path) -> SourceSection:
+    return SourceSection(path=str(folder))
+
+
+def with_default(folder: Path) -> SourceSection:
+    return SourceSection(path=str(folder), default_caption="a cat")
+
+
+def with_captions_file(folder: Path) -> SourceSection:
+    (folder.parent / "all.csv").write_text("file_name,text\na.png,a cat\n", encoding="utf-8")
+    return SourceSection(path=str(folder), captions_file=str(folder.parent / "all.csv"))
+
+
+def of_kohya(folder: Path) -> SourceSection:
+    return SourceSection(path=str(folder.rename(folder.with_name("2_a cat"))))
+
+
+def with_empty_default(folder: Path) -> SourceSection:
+    return SourceSection(path=str(folder), default_caption="")
+
+
+DAMAGED = [
+    # The file beside the image, what sets the captions, the caption, the code and its severity.
+    ("a.json", b"[[1, 2], [3, 4]]", as_it_is, "", ("bad_metadata", "error")),
+    ("a.json", b"[[1, 2], [3, 4]]", with_default, "a cat", ("bad_metadata", "note")),
+    ("a.json", b"[[1, 2], [3, 4]]", with_captions_file, "a cat", ("bad_metadata", "note")),
+    ("a.json", b"[[1, 2], [3, 4]]", of_kohya, "a cat", ("bad_metadata", "note")),
+    ("a.json", b"[[1, 2], [3, 4]]", with_empty_default, "", ("bad_metadata", "error")),
+    ("a.json", b"{" + b" " * (1 << 20) + b"}", with_captions_file, "a cat", ("bad_metadata", "note")),
+    ("a.txt", b"caf\xff\x81", with_captions_file, "a cat", ("unreadable_caption", "note")),
+    ("a.txt", b"caf\xff\x81", with_default, "a cat", ("unreadable_caption", "error")),
+    ("a.txt", b"caf\xff\x81", of_kohya, "a cat", ("unreadable_caption", "error")),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "section", "caption", "code"), DAMAGED)
+def test_a_damaged_file_that_is_not_the_caption_is_a_note(
+    folder: Path,
+    name: str,
+    data: bytes,
+    section: Callable[[Path], SourceSection],
+    caption: str,
+    code: tuple[str, str],
+) -> None:
+    (folder / name).write_bytes(data)
+    manifest, findings = read_manifest([section(folder)])
+    assert [sample.caption for sample in manifest.samples] == [caption]
+    assert codes(findings) == [code]
+
+
+def test_a_damaged_json_is_an_error_where_json_is_set(folder: Path) -> None:
+    (folder / "a.json").write_bytes(b"[[1, 2], [3, 4]]")
+    found = read_manifest([with_default(folder)], captions=CaptionsSection(extension=".json"))[1]
+    assert codes(found) == [("bad_metadata", "error")]
+
+
 @pytest.mark.parametrize("kind", PLACES)
 def test_json_without_a_caption_is_named_with_its_keys(folder: Path, kind: str) -> None:
     (folder / "a.json").write_text('{"id": 7, "description": "a red cat"}', encoding="utf-8")
@@ -131,6 +188,22 @@ def test_a_table_comes_before_json_that_no_setting_names(folder: Path) -> None:
     assert [(sample.caption, sample.weight) for sample in manifest.samples] == [("of the table", 2.0)]
     assert findings == ()
     assert [sample.caption for sample in read(folder, extension=".json")[0].samples] == ["of the JSON"]
+
+
+@pytest.mark.parametrize(("name", "extension"), [("a.txt", None), ("a.json", ".json")])
+@pytest.mark.parametrize(
+    ("listed", "found"), [("of the file", []), ("of  the file\n", []), ("other", ["two_captions"])]
+)
+def test_a_caption_beside_the_image_and_another_in_the_table_are_named(
+    folder: Path, name: str, extension: str | None, listed: str, found: list[str]
+) -> None:
+    held = "of the file" if name == "a.txt" else '{"caption": "of the file"}'
+    (folder / name).write_text(held, encoding="utf-8")
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": listed}), encoding="utf-8")
+    manifest, findings = read(folder, extension=extension)
+    assert [sample.caption for sample in manifest.samples] == ["of the file"]
+    assert codes(findings) == [(code, "note") for code in found]
+    assert all(finding.path == folder / "a.png" and name in finding.message for finding in findings)
 
 
 def test_a_text_is_no_caption_where_json_is_set(folder: Path) -> None:

@@ -279,3 +279,28 @@ def test_captions_without_an_image_and_members_that_are_not_read_are_named_in_a_
     manifest, findings = read_manifest([tmp_path / "x.tar"])
     assert codes(findings) == [("b.txt", "orphan_caption", "note")]
     assert [note for note in manifest.notes if "1 .cls, 1 .mp4, 1 without an ending" in note]
+
+
+CUT_NAMES = [
+    # The images, the rows of the table, and the captions.
+    (["logo_v1.png", "logo_v2.png"], ["logo_v1.2,red", "logo_v2,blue"], ["", "blue"]),
+    (["logo_v1.png", "logo_v2.png"], ["logo_v1.0,red", "logo_v2,blue"], ["", "blue"]),
+    (["v1.2.png", "v1.png"], ["v1.2,red", "v1,blue"], ["red", "blue"]),
+    (["1.png", "2.png"], ["1.0,red", "2.0,blue"], ["red", "blue"]),
+    (["1.0.png", "1.png"], ["1.0,red", "1,blue"], ["red", "blue"]),
+    (["a.png", "b.png"], ["a.png,red", "a.jpg,blue", "b.heic,green"], ["red", "green"]),
+    (["A.png", "b.png"], ["a.png,red", "A.jpg,blue", "b,green"], ["red", "green"]),
+    (["a.png", "b.png"], ["a,red", "a.heic,blue", "b.JPG,green"], ["red", "green"]),
+]
+
+
+@pytest.mark.parametrize(("images", "rows", "captions"), CUT_NAMES)
+def test_only_endings_are_cut_off_names_and_whole_names_come_first(
+    tmp_path: Path, draw: Draw, images: list[str], rows: list[str], captions: list[str]
+) -> None:
+    for seed, name in enumerate(images):
+        draw(tmp_path / "set" / name, seed=seed, caption=None)
+    (tmp_path / "all.csv").write_text("\n".join(["file_name,text", *rows]), "utf-8")
+    section = SourceSection(path=str(tmp_path / "set"), captions_file=str(tmp_path / "all.csv"))
+    samples = read_manifest([section], allow_missing_captions=True)[0].samples
+    assert {each.path.name: each.caption for each in samples} == dict(zip(images, captions, strict=True))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lora_trainer.core.bounded import TextError, decode, read_bounded
-from lora_trainer.core.findings import Severity
+from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.names import IMAGE_ENDING_SET, NamedImages, ending_of, is_image, stem_of
-from lora_trainer.data.sources.rows import Caption, Description, description_of
+from lora_trainer.data.sources.rows import Caption, description_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 CAPTION_ENDINGS = (".txt", ".caption")
@@ -92,13 +92,14 @@ def reader_of(folder: Path) -> Callable[[str], bytes]:
 @dataclass(frozen=True)
 class Beside:
     """What the files beside an image hold. `file` is that of its caption, `instead` what was found in place of one, and
-    `hint` where it may be."""
+    `hint` where it may be. `damage` says what is wrong with a file that may be the caption."""
 
     caption: Caption | None = None
     weight: object = None
     file: str = ""
     instead: str = ""
     hint: str = ""
+    damage: Finding | None = None
 
 
 NOTHING = Beside()
@@ -123,19 +124,30 @@ def read_beside(
     # A text. Its JSON may have a weight.
     if captions and captions[0] not in documents:
         _find_doubtful(image, captions, reading)
-        described = _described(image, documents, read, request, reading, "note")
-        caption = _text(image, captions[0].name, read, reading)
-        return Beside(listed if caption is None else caption, described.weight, captions[0].name)
+        weight = _weight_in(image, documents, read, request, reading)
+        name = captions[0].name
+        try:
+            caption = decode(read(name))
+            _find_other_row(image, name, caption, listed, request, reading)
+            return Beside(caption, weight, name)
+        except TextError as error:
+            message = f"has a caption file that {error} ({posixpath.basename(name)})."
+            damage = Finding("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
+            return Beside(listed, weight, name, damage=damage)
     # Nothing of the ending that is set.
     if request.ending not in (None, JSON_ENDING) or not documents:
-        described = _described(image, documents, read, request, reading, "note")
-        return Beside(listed, described.weight, instead=posixpath.basename(files[0].name))
+        weight = _weight_in(image, documents, read, request, reading)
+        return Beside(listed, weight, instead=posixpath.basename(files[0].name))
     # A table, which somebody wrote for training; many programs write a JSON.
     if listed is not None and request.ending is None:
-        return Beside(listed, _described(image, documents, read, request, reading, "note").weight)
+        return Beside(listed, _weight_in(image, documents, read, request, reading))
     _find_doubtful(image, documents, reading)
-    described = _described(image, documents, read, request, reading, "error")
+    try:
+        described = description_of(read(documents[0].name), request.columns)
+    except TextError as error:
+        return Beside(listed, damage=_damaged(image, documents[0], error, "error"))
     if described.caption is not None:
+        _find_other_row(image, documents[0].name, described.caption, listed, request, reading)
         return Beside(described.caption, described.weight, documents[0].name)
     if listed is not None or not described.columns:
         return Beside(listed, described.weight)
@@ -161,32 +173,37 @@ def _find_doubtful(image: Path, captions: Sequence[TextFile], reading: SourceRea
         reading.find("shared_caption", "warning", message, fix, image)
 
 
-def _text(image: Path, name: str, read: Callable[[str], bytes], reading: SourceReading) -> str | None:
-    try:
-        return decode(read(name))
-    except TextError as error:
-        message = f"has a caption file that {error} ({posixpath.basename(name)})."
-        reading.find("unreadable_caption", "error", message, "Save it as a short UTF-8 text.", image)
-        reading.reported.add(image)
-        return None
+def _find_other_row(
+    image: Path, name: str, caption: Caption, listed: Caption | None, request: SourceRequest, reading: SourceReading
+) -> None:
+    """Name the caption that is used where a row of the folder's table has another one."""
+    if listed is None or request.section.captions_file is not None:  # which comes before both
+        return
+    used, other = (
+        [" ".join(text.split()) for text in ((each,) if isinstance(each, str) else each)] for each in (caption, listed)
+    )
+    if used != other:
+        message = f"has a caption in {posixpath.basename(name)}, which is used, and another one in the folder's table."
+        reading.find("two_captions", "note", message, "Remove one of them.", image)
 
 
-def _described(
+def _weight_in(
     image: Path,
     documents: Sequence[TextFile],
     read: Callable[[str], bytes],
     request: SourceRequest,
     reading: SourceReading,
-    severity: Severity,
-) -> Description:
-    """The first JSON of an image; a finding and nothing where it is damaged."""
+) -> object:
+    """The weight in an image's first JSON, whose caption is not used; a note where that is damaged."""
     if not documents:
-        return Description()
+        return None
     try:
-        return description_of(read(documents[0].name), request.columns)
+        return description_of(read(documents[0].name), request.columns).weight
     except TextError as error:
-        message = f"has a {posixpath.basename(documents[0].name)} that {error}."
-        reading.find("bad_metadata", severity, message, "Fix or remove it.", image)
-        if severity == "error":
-            reading.reported.add(image)
-        return Description()
+        reading.findings.append(_damaged(image, documents[0], error, "note"))
+        return None
+
+
+def _damaged(image: Path, document: TextFile, error: TextError, severity: Severity) -> Finding:
+    message = f"has a {posixpath.basename(document.name)} that {error}."
+    return Finding("bad_metadata", severity, message, "Fix or remove it.", image)

@@ -58,6 +58,7 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
                 folder_caption=kohya[1] if kohya else None,
                 controls=controls_in(base, row.controls, files),
                 caption_file=beside.file,
+                damage=beside.damage,
             )
         )
     for folder, base in bases.items():

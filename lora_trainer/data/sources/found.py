@@ -21,7 +21,7 @@ class FoundImage:
 
     `caption_file` is the name of the file beside it that the caption is from. `instead` says what was found in place of a
     missing caption, `hint` where it may be. `weight` is as it was written, None where nobody wrote one. `mask` and
-    `controls` have no content yet.
+    `controls` have no content yet. `damage` says what is wrong with a file beside it that may be its caption.
     """
 
     path: Path
@@ -35,6 +35,7 @@ class FoundImage:
     folder_caption: str | None = None
     controls: tuple[ControlImage, ...] = ()
     caption_file: str = ""
+    damage: Finding | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class SourceReading:
     notes: dict[str, None] = field(default_factory=dict)  # in the order in which they were first added
     reported: set[Path] = field(default_factory=set)  # images whose caption has an error already
     unread: Counter[str] = field(default_factory=Counter)  # files of a source that are not read, by their ending
+    weights: list[float] = field(default_factory=list)  # that tables and JSON of a source give its images
     without_caption: list[str] = field(default_factory=list)  # JSON beside images of a source that holds none
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:

@@ -15,6 +15,7 @@ from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceReq
 from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
 from lora_trainer.data.sources.rows import READERS, SourceRow, Table, TableColumns, read_table
 
+CUT = FOLDED + 1  # a name without its ending is behind all that are whole
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 
@@ -107,6 +108,16 @@ def table_or_finding(path: Path, reading: SourceReading, columns: TableColumns) 
     if table.bad:
         message = f"has lines without a file name and its text: {len(table.bad)} of {table.total} (first: line {table.bad[0]})."
         reading.find("bad_metadata", "error", message, "Fix or remove these lines.", path)
+    if table.overfull:
+        message = f"has lines with more cells than columns: {len(table.overfull)} (first: line {table.overfull[0]})."
+        fix = 'Put cells with a comma in quotes: "a cat, red".'
+        reading.find("bad_metadata", "error", message, fix, path)
+    if table.joined:
+        count, first = len(table.joined), table.joined[0]
+        message = (
+            f"{count} captions have commas without quotes (first: line {first}); the whole rest of the line is used."
+        )
+        reading.note(f"{path}: {message}")
     find_no_captions(path, table.others, columns, reading)
     return table
 
@@ -160,8 +171,12 @@ def _with_row(found: FoundImage, row: SourceRow | None, folder: Path, files: Fil
     """The image with what a row of a table in `folder` sets."""
     if row is None:
         return found
+    damage = found.damage
+    if damage is not None and row.text is not None:
+        damage = replace(damage, severity="note")
     return replace(
         found,
+        damage=damage,
         caption=found.caption if row.text is None else row.text,
         caption_file=found.caption_file if row.text is None else "",
         weight=found.weight if row.weight is None else row.weight,
@@ -187,24 +202,28 @@ class _TableImages:
 
     def find(self, name: str) -> tuple[int, Sequence[str]]:
         """How near the nearest image's name is, and the images that have it: below one of the folders, else by the name
-        alone where only one has that."""
+        alone where only one has that. A whole name is nearer than one whose ending is cut."""
         slashed = name.replace("\\", "/")
         nearest: tuple[int, Sequence[str]] = FOLDED, ()
         for folder in self._folders:
-            for path in _with_and_without_ending(key_of(os.path.join(folder, slashed))):
-                nearest = _nearer(nearest, self._paths.find(path))
+            for cut, path in enumerate(_with_and_without_ending(key_of(os.path.join(folder, slashed)))):
+                near, images = self._paths.find(path)
+                nearest = _nearer(nearest, (near + cut * CUT, images))
                 if nearest[0] == EXACT:
                     return nearest
-        for alone in _with_and_without_ending(os.path.basename(key_of(slashed))):
-            found = self._names.find(alone)
-            if len(found[1]) == 1:
-                nearest = _nearer(nearest, found)
+        for cut, alone in enumerate(_with_and_without_ending(os.path.basename(key_of(slashed)))):
+            near, images = self._names.find(alone)
+            if len(images) == 1:
+                nearest = _nearer(nearest, (near + cut * CUT, images))
         return nearest
 
 
 def _with_and_without_ending(path: str) -> tuple[str, ...]:
-    stem = os.path.splitext(path)[0]
-    return (path,) if stem == path else (path, stem)
+    """The path, and what is in front of an ending: of `.jpg` or `.heic`, and of the `.0` that pandas writes behind numbers.
+    `logo_v1.2` has none."""
+    stem, ending = os.path.splitext(path)
+    is_ending = ending[1:2].isalpha() or (ending == ".0" and os.path.basename(stem).isdecimal())
+    return (path, stem) if is_ending else (path,)
 
 
 def _nearer(one: tuple[int, Sequence[str]], other: tuple[int, Sequence[str]]) -> tuple[int, Sequence[str]]:

@@ -36,7 +36,24 @@ def read_source(places: Sequence[Path], request: SourceRequest, reading: SourceR
     root = common_root(places)
     if request.section.captions_file is not None:
         found = with_captions_file(found, root, request, reading)
+    _find_damage(found, request, reading)
     return with_controls(with_masks(found, root, request, reading), root, request, reading)
+
+
+def _find_damage(found: Sequence[FoundImage], request: SourceRequest, reading: SourceReading) -> None:
+    """Name the damaged files that may be captions. A JSON is one of another program where its image has a caption elsewhere,
+    and no setting says that it holds captions."""
+    for each in found:
+        if each.damage is None:
+            continue
+        default = request.section.default_caption
+        has_other = bool(each.folder_caption if default is None else default)
+        if each.damage.code == "bad_metadata" and has_other and request.ending is None:
+            reading.findings.append(replace(each.damage, severity="note"))
+            continue
+        reading.findings.append(each.damage)
+        if each.damage.severity == "error":
+            reading.reported.add(each.path)
 
 
 def _note_unread(request: SourceRequest, reading: SourceReading) -> None:
@@ -94,6 +111,7 @@ def _one_image(place: Path, request: SourceRequest, reading: SourceReading) -> F
         instead=beside.instead,
         hint=beside.hint,
         caption_file=beside.file,
+        damage=beside.damage,
     )
 
 

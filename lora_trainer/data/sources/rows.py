@@ -56,12 +56,15 @@ class SourceRow:
 @dataclass(frozen=True)
 class Table:
     """The rows of one file. `bad` holds what could not be read, counted from 1, of `total` lines or rows. Where it has no
-    column of captions, `others` are the columns that nothing is read from."""
+    column of captions, `others` are the columns that nothing is read from. Of lines with more cells than there are columns,
+    those of `joined` are used, with the rest as part of their captions, and those of `overfull` are not."""
 
     rows: tuple[SourceRow, ...]
     bad: tuple[int, ...]
     total: int
     others: tuple[str, ...] = ()
+    joined: tuple[int, ...] = ()
+    overfull: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,22 +200,55 @@ def read_csv(path: Path, columns: TableColumns) -> Table:
     text = read_text(path, MOST_TABLE_BYTES)
     first = text.split("\n", 1)[0]
     delimiter = max(",;\t", key=first.count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    joined, overfull = list[int](), list[int]()
     try:
-        if not set(NAME_COLUMNS) & set(reader.fieldnames or ()):
+        lines = _csv_rows(text, delimiter)
+        names = [name.strip() for name in next(lines, (0, []))[1]]
+        if not set(NAME_COLUMNS) & set(names):
             raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
-        return _table(enumerate(map(_numbers, reader), start=1), columns, reader.fieldnames or ())
+        # What is behind a comma without quotes belongs to the caption, unless it may be of another column.
+        ends_in_caption = [name for name in names if name in columns.captions] == names[-1:]
+        rows = list[tuple[int, object]]()
+        for number, cells in lines:
+            if len(cells) > len(names):
+                if not ends_in_caption:
+                    overfull.append(number)
+                    continue
+                joined.append(number)
+                cells = [*cells[: len(names) - 1], delimiter.join(cells[len(names) - 1 :])]
+            row: dict[str, Any] = dict(itertools.zip_longest(names, cells))
+            if row.get("weight"):
+                with contextlib.suppress(ValueError):
+                    row["weight"] = float(row["weight"])
+            rows.append((number, row))
     except csv.Error as error:
         raise TextError(f"is not CSV ({error})") from error
+    return replace(_table(rows, columns, names), joined=tuple(joined), overfull=tuple(overfull))
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """The weight of a CSV row as a number, where it is one."""
-    weight = row.get("weight")
-    if isinstance(weight, str) and weight:
-        with contextlib.suppress(ValueError):
-            row["weight"] = float(weight)
-    return row
+def _csv_rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The number of each row's last line, and its cells; the first row is that of names. Of rows that are longer than it the
+    cells are as they were written, with the spaces in front of them; empty ones at their end are left out."""
+    lines = list[str]()  # of this row
+
+    def read() -> Iterator[str]:
+        for line in io.StringIO(text, newline=""):
+            lines.append(line)
+            yield line
+
+    reader = csv.reader(read(), delimiter=delimiter, skipinitialspace=True)
+    count = 0
+    for cells in reader:
+        count = count or len(cells)
+        while len(cells) > count and not cells[-1].strip():
+            cells.pop()
+        if len(cells) > count:
+            written = next(csv.reader(lines, delimiter=delimiter))[: len(cells)]
+            # They differ in number where a cell in quotes behind a space holds a delimiter.
+            cells = written if len(written) == len(cells) else cells
+        lines.clear()
+        if cells:
+            yield reader.line_num, cells
 
 
 def read_parquet(path: Path, columns: TableColumns) -> Table:

@@ -48,6 +48,7 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
                 hint=beside.hint,
                 controls=controls,
                 caption_file=beside.file,
+                damage=beside.damage,
             )
         )
     if elsewhere:

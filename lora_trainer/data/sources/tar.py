@@ -222,5 +222,12 @@ def _found_of(
         reading.find("two_images", "warning", message, "Give each image a key of its own.", image)
     beside = read_beside(image, files, read, request, reading)
     return FoundImage(
-        image, beside.caption, request.repeats(), beside.weight, span, instead=beside.instead, hint=beside.hint
+        image,
+        beside.caption,
+        request.repeats(),
+        beside.weight,
+        span,
+        instead=beside.instead,
+        hint=beside.hint,
+        damage=beside.damage,
     )
