@@ -10,7 +10,7 @@ import pytest
 
 from lora_trainer.api import ProductionTrainer
 from lora_trainer.batch.folders import Shared, job_settings
-from lora_trainer.config.contradictions import Settings
+from lora_trainer.config.contradictions import Settings, idle
 from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
 from lora_trainer.config.needs import needs_in_words, needs_of, settings_with_needs, unmet
 from lora_trainer.config.options import suited
@@ -185,6 +185,29 @@ def test_from_the_user_a_setting_that_does_nothing_is_refused(name: str) -> None
         resolve([layer("--set", {**off(name), name: VALUES[name]})])
     (problem,) = [each for each in caught.value.problems if each.message.startswith(f"{name} = ")]
     assert problem.fix
+    assert " to ," not in problem.fix
+    assert " to or" not in problem.fix
+
+
+@pytest.mark.parametrize(("name", "other"), CASES)
+def test_what_a_met_need_lacks_is_named_by_values(name: str, other: str) -> None:
+    """`other` is as it must be, but does nothing itself."""
+    deeper = {each: OFF_BY[each] for each in needs_of(other) if each in OFF_BY} if other in VALUES else {}
+    values = {**off(name), **met(name, other), **deeper, name: VALUES[name]}
+    settings = Settings(layer("", values).values, dict.fromkeys(setting_names(), "--set"))
+    for wanted in unmet(settings, name).values():
+        assert wanted not in (READS, ())
+    for clash in idle(settings):
+        assert " to ," not in clash.fix
+        assert " to or" not in clash.fix
+
+
+def test_base_momentum_needs_a_scheduler_that_cycles_it() -> None:
+    cycled = {"lr_scheduler.name": "cosine", "lr_scheduler.cycle_momentum": True, "lr_scheduler.base_momentum": 0.8}
+    with pytest.raises(UsageError) as caught:
+        resolve([layer("--set", cycled)])
+    assert len(caught.value.problems) == 2
+    assert all("one_cycle" in each.fix for each in caught.value.problems)
 
 
 @pytest.mark.parametrize("name", settings_with_needs())
