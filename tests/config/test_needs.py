@@ -10,6 +10,7 @@ import pytest
 
 from lora_trainer.api import ProductionTrainer
 from lora_trainer.batch.folders import Shared, job_settings
+from lora_trainer.batch.job_document import make_job, read_settings
 from lora_trainer.config.contradictions import Settings, idle
 from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
 from lora_trainer.config.needs import needs_in_words, needs_of, settings_with_needs, unmet
@@ -347,6 +348,8 @@ def test_a_file_in_a_batchs_folder_is_above_its_flags(tmp_path: Path) -> None:
     shared = Shared((), (layer("--set", {"lr_scheduler.name": "polynomial", "lr_scheduler.power": 3.0}),))
     resolved = job_settings(shared, "cat", tmp_path)
     assert (resolved.config.lr_scheduler.name, resolved.config.lr_scheduler.power) == ("cosine", 2.0)
+    assert [note for note in resolved.notes if note.startswith("lr_scheduler.power = ")]
+    assert read_settings(make_job(shared, "cat", tmp_path).document).notes == resolved.notes
 
 
 def again(resolved: Resolved) -> Resolved:
