@@ -12,6 +12,15 @@ from lora_trainer.config.tables import names_that_read, reads
 from lora_trainer.config.toml import section_types, setting_names, shown
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "off", (), [], {})
+EXAMPLES = {  # usual values of needed settings, for fixes
+    "captions.tag_dropout": 0.1,
+    "data.num_class_images": 32,
+    "noise.multires_iterations": 6,
+    "optimizer.gradient_noise": 0.01,
+    "train.swa_start": 0.75,
+    "validation.every_n_steps": 100,
+    "validation.split": 0.1,
+}
 
 
 class SettingsByName(Protocol):
@@ -101,7 +110,9 @@ def why_idle(settings: SettingsByName, lacking: Mapping[str, Wanted]) -> str:
 
 def how_to_use(lacking: Mapping[str, Wanted], name: str) -> str:
     """`Set lr_scheduler.name to polynomial, or remove lr_scheduler.power.`"""
-    return f"Set {' or '.join(_as_wish(other, wanted) for other, wanted in lacking.items())}, or remove {name}."
+    verb = "Empty" if all(wanted == EMPTY for wanted in lacking.values()) else "Set"
+    wishes = " or ".join(_as_wish(other, wanted) for other, wanted in lacking.items())
+    return f"{verb} {wishes}, or remove {name}."
 
 
 def _plain(settings: SettingsByName, name: str) -> str:
@@ -115,12 +126,12 @@ def _as_wish(other: str, wanted: Wanted) -> str:
     section, key = other.split(".")
     if section == "source":
         return f"{key} of a source in data.sources"
-    if wanted == EMPTY:
-        return f"{other} to nothing"
-    if wanted == NOT_0:
-        return f"{other} above 0"
     if isinstance(wanted, tuple):
         return f"{other} to {' or '.join(map(str, wanted))}"
+    if wanted in (ON, NOT_0) and other in EXAMPLES:
+        return f"{other}={EXAMPLES[other]}"
+    if wanted == NOT_0:
+        return f"{other} above 0"
     is_switch = isinstance(section_types()[section].model_fields[key].default, bool)
     return f"{other}=true" if is_switch else other
 

@@ -13,7 +13,7 @@ from lora_trainer.batch.folders import Shared, job_settings
 from lora_trainer.batch.job_document import make_job, read_settings
 from lora_trainer.config.contradictions import Settings, idle
 from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
-from lora_trainer.config.needs import needs_in_words, needs_of, settings_with_needs, unmet
+from lora_trainer.config.needs import EXAMPLES, how_to_use, needs_in_words, needs_of, settings_with_needs, unmet
 from lora_trainer.config.options import suited
 from lora_trainer.config.presets import GOALS, TIERS, family_layers, preset_layers, presets
 from lora_trainer.config.schema.types import EMPTY, NOT_0, ON, READS
@@ -201,6 +201,21 @@ def test_what_a_met_need_lacks_is_named_by_values(name: str, other: str) -> None
     for clash in idle(settings):
         assert " to ," not in clash.fix
         assert " to or" not in clash.fix
+
+
+@pytest.mark.parametrize(("name", "other"), [case for case in CASES if case[1] in EXAMPLES])
+def test_a_fix_with_an_example_works(name: str, other: str) -> None:
+    fix = how_to_use({other: needs_of(name)[other]}, name)
+    values = {**off(name), other: EXAMPLES[other], name: VALUES[name]}
+    if needs_of(name)[other] in (ON, NOT_0):
+        assert f"{other}={EXAMPLES[other]}" in fix
+        assert flattened(resolve([layer("--set", values)]).config)[name] == VALUES[name]
+    else:
+        assert f"{other}=" not in fix
+
+
+def test_prompts_are_emptied_not_set() -> None:
+    assert how_to_use({"sample.prompts": EMPTY}, "sample.count").startswith("Empty sample.prompts,")
 
 
 def test_base_momentum_needs_a_scheduler_that_cycles_it() -> None:
