@@ -164,8 +164,10 @@ def show_batch(order: BatchOrder, console: Console) -> int:
     for name, folder in folders.items():
         console.rule(name, style="dim")
         try:
-            run_order = make_order(job_settings(order.shared, name, folder), enforce_gates=True, console=console)
-            train(run_order, dry_run=True)
+            resolved = job_settings(order.shared, name, folder)
+            for note in resolved.notes:
+                console.print(note)
+            train(make_order(resolved, enforce_gates=True, console=console), dry_run=True)
         except UserError as error:
             code = max(code, error.exit_code)
             for problem in error.problems:

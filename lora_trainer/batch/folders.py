@@ -126,13 +126,13 @@ def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
     user = list(shared.user)
     if folder.suffix == CONFIG_ENDING and not folder.is_dir():
         try:
-            values = dict(file_layer(folder.name, folder).values)
+            values = dict(file_layer(f"--config {folder}", folder).values)
         except UsageError as error:
             raise UsageError([*problems, *error.problems]) from error
         if isinstance(values.get("run"), dict):
             values["run"] = {key: value for key, value in values["run"].items() if key not in ("name", "output")}
         first_flag = sum(layer.name.startswith("--config ") for layer in user)
-        user.insert(first_flag, Layer(folder.name, values))
+        user.insert(first_flag, Layer(f"--config {folder}", values))
         return settle(shared.presets, [*user, Layer("batch", {"run": {"name": name}})])
     try:
         if values := folder_values(folder):

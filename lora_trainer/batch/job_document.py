@@ -29,6 +29,7 @@ def make_job(shared: Shared, name: str, data: Path) -> NewJob:
         "config": config,
         "origins": dict(resolved.origin),
         "evidence": dict(resolved.evidence),
+        "notes": list(resolved.notes),
     }
     return NewJob(name, data, resolved.config.run.priority, document)
 
@@ -78,7 +79,7 @@ def read_settings(document: Mapping[str, Any]) -> Resolved:
     if problems := document.get("problems"):
         raise UsageError([Problem(*problem) for problem in problems])
     config = Config.model_validate(document["config"])
-    return Resolved(config, document["origins"], evidence=document["evidence"])
+    return Resolved(config, document["origins"], tuple(document.get("notes", ())), document["evidence"])
 
 
 def refuse_changed(store: JobStore, name: str) -> None:

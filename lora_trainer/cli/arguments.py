@@ -313,12 +313,13 @@ def layers_from(
 ) -> tuple[list[Layer], list[Layer]]:
     """Layers of the selected presets, and of --config and the flags; mistakes are added to `problems`."""
     requested = arguments.preset or presets_if_none
-    chosen = preset_layers(requested, _gpu_memory_gib() if _has_auto(requested) else None)
-    problems.extend(chosen.problems)
+    of_user = list[Problem]()
+    flags = _flag_layers(arguments, of_user)
+    file = _file_layer(arguments.config, of_user)
+    chosen = preset_layers(requested, gpu_if_auto(requested, [*file, *flags]))
+    problems += [*chosen.problems, *of_user]
     for note in chosen.notes:
         say(note)
-    flags = _flag_layers(arguments, problems)
-    file = _file_layer(arguments.config, problems)
     moved = _moved_run(arguments.config, file, flags) if vars(arguments).get("resume") else []
     return list(chosen.layers), [*file, *moved, *flags]
 
@@ -337,19 +338,13 @@ def _moved_run(path: str | None, file: Sequence[Layer], flags: Sequence[Layer]) 
     return [Layer(file[0].name, {"run": {"output": str(folder.parent), "name": folder.name}})]
 
 
-def _has_auto(requested: Sequence[str]) -> bool:
-    return any(name.strip() == AUTO for part in requested for name in part.split(","))
+def gpu_if_auto(requested: Sequence[str], user: Sequence[Layer]) -> float | None:
+    """For `--preset auto` the memory of the GPU that trains by the user's layers, else None."""
+    if not any(name.strip() == AUTO for part in requested for name in part.split(",")):
+        return None
+    from lora_trainer.run.choices import gpu_gib_for_auto
 
-
-def gpu_if_auto(arguments: argparse.Namespace) -> float | None:
-    """This GPU's memory for `--preset auto`, else None."""
-    return _gpu_memory_gib() if _has_auto(arguments.preset) else None
-
-
-def _gpu_memory_gib() -> float | None:
-    from lora_trainer.core.hardware import cuda_memory_gib
-
-    return cuda_memory_gib()
+    return gpu_gib_for_auto(user)
 
 
 def _file_layer(path: str | None, problems: list[Problem]) -> list[Layer]:

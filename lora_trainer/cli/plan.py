@@ -66,7 +66,7 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.run.plans.plan import make_plan
 
     hide(OPTIONAL)  # a trace does not need them
-    gpu = gpu_if_auto(arguments)
+    gpu = gpu_if_auto(arguments.preset, user)
     plan = make_plan(resolved, gpu_gib=gpu, every_setting=arguments.what_if, here=gpu is not None)
     together = arguments.together if arguments.together > 1 else 0
     if together and (settings := settings_against(resolved.config)):

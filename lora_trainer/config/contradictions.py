@@ -6,6 +6,7 @@ gives way instead, and this is reported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,12 @@ from lora_trainer.config.tables import names_for, traits_of_adapter, traits_of_o
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
 
-BELOW_FLAGS = ("accelerate", "--config ")  # layers of the user's whose values flags may leave without effect
+# Names of layers. No file's name begins one: a file of settings is `--config PATH`, a dataset file its absolute path.
+OF_PROGRAM = re.compile(r"default( \(.*)?|(family )?preset .*", re.DOTALL)
+BELOW_FLAGS = re.compile(r"accelerate|(--config|config|saved preset) .*", re.DOTALL)
+ABOVE_FLAGS = re.compile(r"lora\.toml")  # of a batch's folder
 # What does nothing by these layers is dropped, not refused: a search or a measurement puts its own above the user's.
-OF_MEASUREMENTS = ("search", "trial ", "bench")
+OF_MEASUREMENTS = re.compile(r"search( lr)?|trial \d+|bench( table| challenge)?")
 SMALLEST_FACTOR = 0.01  # a learning rate below this is meant for AdamW, not as Prodigy's factor
 SUGGESTED_FACTOR = 1.0
 MOVES_NOTHING = (0, "auto", False)  # with `auto` the run decides
@@ -83,7 +87,7 @@ class Yields:
 
 def from_user(origin: str) -> bool:
     """Whether a setting comes from the user's file or flags rather than from a default or a preset."""
-    return not origin.startswith(("default", "preset", "family preset"))
+    return OF_PROGRAM.fullmatch(origin) is None
 
 
 def contradictions(settings: Settings) -> list[Yields]:
@@ -94,20 +98,25 @@ def contradictions(settings: Settings) -> list[Yields]:
     return list(found.values())
 
 
-def is_asked_for(settings: Settings, clash: Yields) -> bool:
+def is_asked_for(origins: Mapping[str, str], name: str, because: Iterable[str]) -> bool:
     """Whether the user set it for this run, and nothing above it, such as a flag, is why it does nothing.
 
     A dataset file of kohya's scripts, whose layer is its absolute path, has values for other runs too.
     """
-    origin = settings.origin[clash.name]
-    causes = [settings.origin[name] for name in clash.because if name in settings.origin]
+    origin = origins[name]
+    causes = [origins[each] for each in because if each in origins]
     if not causes or not from_user(origin):
         return from_user(origin)
-    is_elsewhere = Path(origin).is_absolute() or any(each.startswith(OF_MEASUREMENTS) for each in (origin, *causes))
-    is_below = origin.startswith(BELOW_FLAGS) and any(
-        from_user(each) and not each.startswith(BELOW_FLAGS) for each in causes
-    )
+    is_elsewhere = Path(origin).is_absolute() or any(OF_MEASUREMENTS.fullmatch(each) for each in (origin, *causes))
+    is_below = any(from_user(each) and _height(each) > _height(origin) for each in causes)
     return not is_elsewhere and not is_below
+
+
+def _height(origin: str) -> int:
+    """Of the user's layers: files that flags may leave without effect, flags, and a file that does so to flags."""
+    if BELOW_FLAGS.fullmatch(origin):
+        return 0
+    return 2 if ABOVE_FLAGS.fullmatch(origin) else 1
 
 
 def without_clashes(
@@ -117,12 +126,12 @@ def without_clashes(
 
     What gives way may leave others without effect. They give way too, and are named with it if the user set them.
     """
-    wrong = [clash for clash in clashes if is_asked_for(settings, clash)]
+    wrong = [clash for clash in clashes if is_asked_for(settings.origin, clash.name, clash.because)]
     problems.extend(Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in wrong)
     yielding, notes = list(clashes), list[str]()
     while yielding and not wrong:
         for each in yielding:
-            if notes and is_asked_for(settings, each):
+            if notes and is_asked_for(settings.origin, each.name, each.because):
                 notes[-1] += f". {note_on(settings, each)}"
             else:
                 notes.append(note_on(settings, each))

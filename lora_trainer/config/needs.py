@@ -12,6 +12,15 @@ from lora_trainer.config.tables import names_that_read, reads
 from lora_trainer.config.toml import section_types, setting_names, shown
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "off", (), [], {})
+EXAMPLES = {  # usual values of needed settings, for fixes
+    "captions.tag_dropout": 0.1,
+    "data.num_class_images": 32,
+    "noise.multires_iterations": 6,
+    "optimizer.gradient_noise": 0.01,
+    "train.swa_start": 0.75,
+    "validation.every_n_steps": 100,
+    "validation.split": 0.1,
+}
 
 
 class SettingsByName(Protocol):
@@ -41,12 +50,12 @@ def settings_with_needs() -> tuple[str, ...]:
 def unmet(settings: SettingsByName, name: str) -> dict[str, Wanted]:
     """The settings without which this one does nothing, and what one of them must be; empty where it acts.
 
-    A setting that does nothing itself is of no help: what it lacks is named.
+    A setting that does nothing itself is of no help: what it lacks is named. For a table's setting these are names.
     """
     lacking: dict[str, Wanted] = {}
     for other, wanted in needs_of(name).items():
         if not any(is_wanted(value, wanted, other, name) for value in values_in(settings, other)):
-            lacking[other] = wanted
+            lacking[other] = names_that_read(other, name) if wanted == READS else wanted
         elif other != name and (deeper := unmet(settings, other)):
             lacking |= deeper
         else:
@@ -88,7 +97,7 @@ def is_wanted(value: Any, wanted: Wanted, other: str, name: str) -> bool:
 
 def why_idle(settings: SettingsByName, lacking: Mapping[str, Wanted]) -> str:
     """`lr_scheduler.name=cosine does not use it`, `it does nothing while captions.shuffle is false and …`."""
-    named = [other for other, wanted in lacking.items() if wanted == READS or isinstance(wanted, tuple)]
+    named = [other for other, wanted in lacking.items() if isinstance(wanted, tuple)]
     if named:
         return " and ".join(f"{other}={_plain(settings, other)}" for other in named) + " does not use it"
     states = []
@@ -101,7 +110,9 @@ def why_idle(settings: SettingsByName, lacking: Mapping[str, Wanted]) -> str:
 
 def how_to_use(lacking: Mapping[str, Wanted], name: str) -> str:
     """`Set lr_scheduler.name to polynomial, or remove lr_scheduler.power.`"""
-    return f"Set {' or '.join(_as_wish(other, wanted, name) for other, wanted in lacking.items())}, or remove {name}."
+    verb = "Empty" if all(wanted == EMPTY for wanted in lacking.values()) else "Set"
+    wishes = " or ".join(_as_wish(other, wanted) for other, wanted in lacking.items())
+    return f"{verb} {wishes}, or remove {name}."
 
 
 def _plain(settings: SettingsByName, name: str) -> str:
@@ -111,17 +122,16 @@ def _plain(settings: SettingsByName, name: str) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def _as_wish(other: str, wanted: Wanted, name: str) -> str:
+def _as_wish(other: str, wanted: Wanted) -> str:
     section, key = other.split(".")
     if section == "source":
         return f"{key} of a source in data.sources"
-    if wanted == EMPTY:
-        return f"{other} to nothing"
+    if isinstance(wanted, tuple):
+        return f"{other} to {' or '.join(map(str, wanted))}"
+    if wanted in (ON, NOT_0) and other in EXAMPLES:
+        return f"{other}={EXAMPLES[other]}"
     if wanted == NOT_0:
         return f"{other} above 0"
-    names = names_that_read(other, name) if wanted == READS else wanted
-    if isinstance(names, tuple):
-        return f"{other} to {' or '.join(map(str, names))}"
     is_switch = isinstance(section_types()[section].model_fields[key].default, bool)
     return f"{other}=true" if is_switch else other
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Resolved
+from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core import hardware
 from lora_trainer.core.errors import Problem, UsageError
@@ -134,6 +134,7 @@ def visible_gpus() -> list[Gpu]:
 
 def processes_on_their_gpus(config: Config) -> Processes:
     """Join the processes of the run, each with the device on which it trains, which becomes torch's current one."""
+    hardware.training_gpu = 0  # another run of this Python process may have trained on another one
     processes = join_processes(config.train.process_timeout_minutes)
     if processes.device.type != "cuda" or processes.world > 1:
         return processes
@@ -159,6 +160,22 @@ def choose_training_device(
     # GPUs of one model differ by what their drivers keep.
     equal = [gpu for gpu in free if gpu.gib >= LARGEST_ALIKE * largest]
     return torch.device("cuda", equal[0].index) if equal else device
+
+
+def gpu_gib_for_auto(layers: Sequence[Layer]) -> float | None:
+    """The memory of the GPU on which a single process would train by the user's layers, for `--preset auto`."""
+    gpus = visible_gpus()
+    if not gpus:
+        return None
+    last: dict[str, Any] = {}
+    for section in ("hardware", "memory"):
+        for layer in layers:
+            values = layer.values.get(section)
+            last.update(values if isinstance(values, Mapping) else {})
+    device = choose_training_device(
+        last.get("text_encoder_device"), last.get("second_gpu"), torch.device("cuda", 0), gpus
+    )
+    return gpus[device.index].gib
 
 
 def choose_encoder_device(wanted: str | None, device: torch.device, gpus: Sequence[Gpu], world: int) -> Choice | None:

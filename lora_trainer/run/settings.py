@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from lora_trainer.config.contradictions import OF_MEASUREMENTS, Yields, from_user
+from lora_trainer.config.contradictions import Yields, from_user, is_asked_for
 from lora_trainer.config.layers import DEFAULT, Layer, Resolved, resolve, valid_settings
 from lora_trainer.config.options import with_lacking
 from lora_trainer.config.presets import family_layers, refuse_other_family
@@ -111,13 +111,18 @@ def refuse_unmeasured(gates: GatesSection) -> None:
 
 def refuse_unchecked(resolved: Resolved) -> None:
     """Raise UsageError for settings of a check that the user turned off; `validate` uses them whatever it is."""
-    gates, origin = resolved.config.gates, resolved.origin["gates.lora_check"]
-    if gates.lora_check != "off" or not from_user(origin) or origin.startswith(OF_MEASUREMENTS):
+    gates, check = resolved.config.gates, "gates.lora_check"
+    if gates.lora_check != "off" or not from_user(resolved.origin[check]):
         return
-    usual = GatesSection()
-    if idle := [name for name in ("compare", "encoder", "unresolved") if getattr(gates, name) != getattr(usual, name)]:
-        message = f"gates.{idle[0]} does nothing while gates.lora_check is off."
-        raise UsageError(Problem(message, f"Set gates.lora_check=lite or full, or remove gates.{idle[0]}."))
+    usual, idle = GatesSection(), []
+    for key in ("compare", "encoder", "unresolved"):
+        is_changed = getattr(gates, key) != getattr(usual, key)
+        if is_changed and is_asked_for(resolved.origin, f"gates.{key}", [check]):
+            idle.append(f"gates.{key}")
+    if idle:
+        does = "does nothing" if len(idle) == 1 else "do nothing"
+        message = f"{' and '.join(idle)} {does} while {check} is off."
+        raise UsageError(Problem(message, f"Set {check}=lite or full, or remove {' and '.join(idle)}."))
 
 
 def refuse_guidance(resolved: Resolved, family: Family, facts: ModelFacts) -> None:

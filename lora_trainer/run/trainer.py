@@ -14,7 +14,6 @@ from lora_trainer.config.layers import Layer, Resolved, file_layer, flattened
 from lora_trainer.config.presets import AUTO, preset_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import open_missing_streams
 from lora_trainer.dataset_check import DataReport
@@ -67,11 +66,17 @@ class ProductionTrainer:
         quieten_libraries()
         asked = [presets] if isinstance(presets, str) else list(presets)
         wants_gpu = any(each.strip() == AUTO for part in asked for each in part.split(","))
-        chosen = preset_layers(asked, cuda_memory_gib() if wants_gpu else None)
-        problems = list(chosen.problems)
+        problems = list[Problem]()
         layers = [file_layer(f"config {os.fspath(config)}", Path(config))] if config is not None else []
         layers.append(Layer("settings", _nested(settings or {}, problems)))
         layers += [Layer(each, values) for each, values in _named(model, data, output, name).items()]
+        gpu_gib = None
+        if wants_gpu:
+            from lora_trainer.run.choices import gpu_gib_for_auto
+
+            gpu_gib = gpu_gib_for_auto(layers)
+        chosen = preset_layers(asked, gpu_gib)
+        problems = [*chosen.problems, *problems]
         self._resolved = settle(chosen.layers, layers, problems, say=silent if quiet else on_stderr)
         go_offline(self._resolved.config)
         self._console: Console = plain_console(quiet=quiet)

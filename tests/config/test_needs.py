@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lora_trainer.config.contradictions import Settings
+from lora_trainer.api import ProductionTrainer
+from lora_trainer.batch.folders import Shared, job_settings
+from lora_trainer.batch.job_document import make_job, read_settings
+from lora_trainer.config.contradictions import Settings, idle
 from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
-from lora_trainer.config.needs import needs_in_words, needs_of, settings_with_needs, unmet
+from lora_trainer.config.needs import EXAMPLES, how_to_use, needs_in_words, needs_of, settings_with_needs, unmet
 from lora_trainer.config.options import suited
 from lora_trainer.config.presets import GOALS, TIERS, family_layers, preset_layers, presets
 from lora_trainer.config.schema.types import EMPTY, NOT_0, ON, READS
 from lora_trainer.config.tables import names_for, names_that_read
 from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import UsageError
+from lora_trainer.data.sources.names import SETTINGS_FILE
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
 # A value other than the default for each setting that needs another one.
@@ -180,6 +186,44 @@ def test_from_the_user_a_setting_that_does_nothing_is_refused(name: str) -> None
         resolve([layer("--set", {**off(name), name: VALUES[name]})])
     (problem,) = [each for each in caught.value.problems if each.message.startswith(f"{name} = ")]
     assert problem.fix
+    assert " to ," not in problem.fix
+    assert " to or" not in problem.fix
+
+
+@pytest.mark.parametrize(("name", "other"), CASES)
+def test_what_a_met_need_lacks_is_named_by_values(name: str, other: str) -> None:
+    """`other` is as it must be, but does nothing itself."""
+    deeper = {each: OFF_BY[each] for each in needs_of(other) if each in OFF_BY} if other in VALUES else {}
+    values = {**off(name), **met(name, other), **deeper, name: VALUES[name]}
+    settings = Settings(layer("", values).values, dict.fromkeys(setting_names(), "--set"))
+    for wanted in unmet(settings, name).values():
+        assert wanted not in (READS, ())
+    for clash in idle(settings):
+        assert " to ," not in clash.fix
+        assert " to or" not in clash.fix
+
+
+@pytest.mark.parametrize(("name", "other"), [case for case in CASES if case[1] in EXAMPLES])
+def test_a_fix_with_an_example_works(name: str, other: str) -> None:
+    fix = how_to_use({other: needs_of(name)[other]}, name)
+    values = {**off(name), other: EXAMPLES[other], name: VALUES[name]}
+    if needs_of(name)[other] in (ON, NOT_0):
+        assert f"{other}={EXAMPLES[other]}" in fix
+        assert flattened(resolve([layer("--set", values)]).config)[name] == VALUES[name]
+    else:
+        assert f"{other}=" not in fix
+
+
+def test_prompts_are_emptied_not_set() -> None:
+    assert how_to_use({"sample.prompts": EMPTY}, "sample.count").startswith("Empty sample.prompts,")
+
+
+def test_base_momentum_needs_a_scheduler_that_cycles_it() -> None:
+    cycled = {"lr_scheduler.name": "cosine", "lr_scheduler.cycle_momentum": True, "lr_scheduler.base_momentum": 0.8}
+    with pytest.raises(UsageError) as caught:
+        resolve([layer("--set", cycled)])
+    assert len(caught.value.problems) == 2
+    assert all("one_cycle" in each.fix for each in caught.value.problems)
 
 
 @pytest.mark.parametrize("name", settings_with_needs())
@@ -277,6 +321,50 @@ def test_a_flag_may_leave_a_file_without_effect() -> None:
             resolve([wrong])
     compiled = layer("accelerate", {"compile.enabled": True, "compile.mode": "max-autotune"})
     assert resolve([compiled, layer("--set", {"compile.enabled": False})]).config.compile.mode == "default"
+
+
+def test_a_folders_file_may_leave_flags_without_effect() -> None:
+    flags = layer("--set", {"lr_scheduler.name": "polynomial", "lr_scheduler.power": 3.0})
+    resolved = resolve([flags, layer("lora.toml", {"lr_scheduler.name": "cosine"})])
+    assert resolved.config.lr_scheduler.power == 2.0
+    assert len(resolved.notes) == 1
+    with pytest.raises(UsageError):
+        resolve([layer("--set", {"lr_scheduler.name": "cosine"}), layer("lora.toml", {"lr_scheduler.power": 3.0})])
+
+
+FILES = ("cat.toml", "bench_cat.toml", "search-a.toml", "trial 1.toml", "preset_cat.toml", "default.toml", "lora.toml")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["Python", "batch", "saved preset"])
+def test_the_name_of_a_file_says_nothing_about_its_settings(name: str, kind: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+
+    def settled(own: dict[str, dict[str, Any]]) -> Resolved:
+        if kind == "saved preset":
+            user = [Layer(f"saved preset {name}", tomllib.loads(file.read_text("utf-8"))), Layer("page", own)]
+            return resolve(user)
+        if kind == "Python":
+            return ProductionTrainer(config=file, settings=own, quiet=True).resolved
+        return job_settings(Shared((), (Layer("--set", own),)), file.stem, file)
+
+    file.write_text('lr_scheduler = { name = "polynomial", power = 3.0 }', "utf-8")
+    assert settled({}).config.lr_scheduler.power == 3.0
+    resolved = settled({"lr_scheduler": {"name": "cosine"}})
+    assert resolved.config.lr_scheduler.power == 2.0
+    assert [note for note in resolved.notes if note.startswith("lr_scheduler.power = ")]
+    file.write_text('lr_scheduler = { name = "cosine", power = 3.0 }', "utf-8")
+    with pytest.raises(UsageError, match=r"lr_scheduler\.power = 3"):
+        settled({})
+
+
+def test_a_file_in_a_batchs_folder_is_above_its_flags(tmp_path: Path) -> None:
+    (tmp_path / SETTINGS_FILE).write_text('lr_scheduler = { name = "cosine" }', "utf-8")
+    shared = Shared((), (layer("--set", {"lr_scheduler.name": "polynomial", "lr_scheduler.power": 3.0}),))
+    resolved = job_settings(shared, "cat", tmp_path)
+    assert (resolved.config.lr_scheduler.name, resolved.config.lr_scheduler.power) == ("cosine", 2.0)
+    assert [note for note in resolved.notes if note.startswith("lr_scheduler.power = ")]
+    assert read_settings(make_job(shared, "cat", tmp_path).document).notes == resolved.notes
 
 
 def again(resolved: Resolved) -> Resolved:

@@ -190,7 +190,7 @@ ALIKE = [Gpu(0, "RTX 3090", 23.7), Gpu(1, "RTX 3090", 24.0)]  # the first one sh
 def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, taken, gpus, trains, encodes):
     """By the sizes of the GPUs that the machine describes: two processes have a GPU each."""
     current = []
-    monkeypatch.setattr(hardware, "training_gpu", 0)
+    monkeypatch.setattr(hardware, "training_gpu", 7)  # of a former run in this Python process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(
@@ -203,6 +203,8 @@ def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, 
     monkeypatch.setattr(choices, "join_processes", lambda minutes: several)
     assert processes_on_their_gpus(config) is several
     assert current == []
+    assert choices.gpu_gib(config) == pytest.approx(gpus[0].gib)
+    assert choices.gpu_gib_for_auto([Layer("--set", more)]) == pytest.approx(gpus[trains].gib)
     monkeypatch.setattr(choices, "join_processes", lambda minutes: Processes(0, 1, CUDA, None, lambda: None))
     processes = processes_on_their_gpus(config)
     assert (processes.device, current) == (torch.device("cuda", trains), [processes.device])

@@ -37,6 +37,16 @@ def test_a_check_that_is_off_compares_nothing(name: str, value: str) -> None:
         refuse_unchecked(resolve(layers))
 
 
+def test_all_settings_of_a_check_that_is_off_are_named() -> None:
+    dead = {"compare": "strengths", "encoder": "facebook/dinov2-base", "unresolved": "accept"}
+    off = Layer("--set", {"gates": {"lora_check": "off"}})
+    with pytest.raises(UsageError) as caught:
+        refuse_unchecked(resolve([Layer("--set", {"gates": dead}), off]))
+    assert all(f"gates.{key}" in caught.value.problems[0].message for key in dead)
+    for below in ("--config a.toml", "preset some"):
+        refuse_unchecked(resolve([Layer(below, {"gates": dead}), off]))
+
+
 def unguided(family: Family) -> Family:
     def defaults(folder: Path) -> object:
         return replace(family.pipeline.sampling_defaults(folder), guided=False)
