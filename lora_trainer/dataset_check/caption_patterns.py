@@ -6,28 +6,34 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lora_trainer.core.findings import Severity
 
 MOST_LETTERS = 4000  # of a caption that are compared with the patterns
 FEWEST_REPEATS = 3  # of a sentence, or of a group of words
-FEWEST_WORD_REPEATS = 6  # of one word: "ha ha ha" and "very, very" are language
+FEWEST_WORD_REPEATS = 8  # of one word: "ha ha ha ha ha ha" and "very, very" are language
 SHORTEST_PART = 8  # letters of a part that is repeated; a whole sentence has twice as many
 FIRST_CHINESE = "\u2e80"  # from here on Chinese, Japanese and Korean
 FEWEST_CUT_WORDS = 8  # shorter captions are titles, which may end with any word
+LONGEST_END = 16  # letters at the end that show whether a sentence is cut off
 DESCRIBE = "Write what the image shows."
 KEEP_DESCRIPTION = "Keep the description alone."
 
 
 @dataclass(frozen=True)
 class CaptionPattern:
-    """`finds` says whether a caption has it. The message continues "has a caption"."""
+    """`finds` says whether a caption has it. The message continues "has a caption".
+
+    `marks`, where there are any, are lower-case: only captions with one of them are looked at, because that is quick.
+    """
 
     code: str
     severity: Severity
     message: str
     fix: str
     finds: Callable[[str], object]
+    marks: tuple[str, ...] = ()
 
 
 def _whole(*patterns: str) -> Callable[[str], object]:
@@ -115,6 +121,11 @@ REFUSAL = _any_of(
         r"\bplease (provide|upload|share) (an|the|your) image\b",
     ),
 )
+REFUSAL_MARKS = (
+    "sorry", "afraid", "fortunately", "apologi", "i can", "i could", "i am", "i'm", "i’m", "i won", "i will", "decline", "i don", "i do ",
+    "as a", "image", "tut mir", "désolé", "lo siento", "dispiace", "desculpe", "sinto", "抱歉", "对不起", "對不起", "我", "作为", "申し訳",
+    "すみません", "죄송", "извините", "сожалению",
+)  # fmt: skip
 NOUN = r"(caption|description|prompt|tags|summary|breakdown)"
 CHAT = _any_of(
     _begins(
@@ -134,6 +145,11 @@ CHAT = _any_of(
         r"```|^#{1,6} \w",
     ),
 )
+CHAT_MARKS = (
+    ":", "：", "here", "this is", "below is", "following is", "voici", "aquí", "ecco", "hier ist", "gerne", "sure", "certainly",
+    "of course", "absolutely", "ok", "got it", "great", "let me know", "feel free", "would you like", "is there anything", "i hope",
+    "<", "[", "`", "#",
+)  # fmt: skip
 NUMBERED_OPTION = r"\b(steps|sampler|schedule type|cfg scale|seed|size|model hash|model|denoising strength|clip skip|hires \w+|version)\s*:\s*[\w.+ -]+,"
 PARAMETERS = _any_of(
     lambda caption: caption.count(":") > 1 and len(re.findall(NUMBERED_OPTION, caption, re.IGNORECASE)) > 1,
@@ -166,8 +182,11 @@ MARKUP = _any_of(
 ESCAPED = re.compile(r"\\\([^()\\]{1,200}\\\)|\\\[[^][\\]{1,200}\\\]")
 WEIGHTED = re.compile(r"\([^()]{1,200}:[0-2]\.\d{1,2}\)")
 SENTENCES, PARTS = re.compile(r"[.!?](?:\s+|$)|[。！？]"), re.compile(r"[.!?;,:|。！？；，、]+")
+WORD = re.compile(r"\w+")
+# A group of different words, or one word more often: the group "ha ha" is the word "ha" twice.
 LOOPING = re.compile(
-    rf"\b(\w+(?: \w+){{1,9}})(?:[ ,.]+\1\b){{{FEWEST_REPEATS - 1},}}|\b(\w+)(?:[ ,.]+\2\b){{{FEWEST_WORD_REPEATS - 1},}}",
+    rf"\b(?!(\w+)(?:[ ,.]+\1\b){{5}})(\w+(?: \w+){{1,9}})(?:[ ,.]+\2\b){{{FEWEST_REPEATS - 1},}}"
+    rf"|\b(\w+)(?:[ ,.]+\3\b){{{FEWEST_WORD_REPEATS - 1},}}",
     re.IGNORECASE,
 )
 # Words after which no sentence ends, in English, German, French, Spanish and Italian.
@@ -185,38 +204,64 @@ NAMED_LETTER = re.compile(
 
 def _repeats(caption: str) -> bool:
     """A whole sentence twice, a part of one three times, or a group of words three times on end."""
+    pairs = Counter(pairwise(WORD.findall(caption.casefold())))
+    most = max(pairs.values(), default=0)
+    has_chinese = not caption.isascii() and max(caption) >= FIRST_CHINESE
+    if most < 2 and not has_chinese:
+        return False  # what is repeated has two words that are
     for marks, shortest, fewest in ((SENTENCES, 2 * SHORTEST_PART, 2), (PARTS, SHORTEST_PART, FEWEST_REPEATS)):
+        if most < fewest and not has_chinese:
+            continue
         parts = Counter(" ".join(each.split()).casefold() for each in marks.split(caption))
         for part, times in parts.items():
             is_chinese = part[:1] >= FIRST_CHINESE  # no spaces, and fewer letters
             letters = 2 * len(part) if is_chinese else len(part)
             if times >= fewest and letters >= shortest and (is_chinese or " " in part):
                 return True
-    words = Counter(caption.casefold().replace(",", " ").replace(".", " ").split())
-    return max(words.values(), default=0) >= FEWEST_REPEATS and LOOPING.search(caption) is not None
+    return most >= FEWEST_REPEATS and LOOPING.search(caption) is not None
 
 
 def _is_cut_off(caption: str) -> bool:
     """Prose that ends with a word after which no sentence ends. Tags end with anything."""
+    end = caption[-LONGEST_END:]
+    unfinished, unfinished_later = UNFINISHED.search(end), UNFINISHED_LATER.search(end)
+    if not unfinished and not unfinished_later:
+        return False
     words = caption.split()
     if len(words) < FEWEST_CUT_WORDS or caption.count(",") * 3 > len(words):
         return False
-    if MORE_SENTENCES.search(caption) and UNFINISHED_LATER.search(caption):
+    if unfinished_later and MORE_SENTENCES.search(caption):
         return True
-    return UNFINISHED.search(caption) is not None and NAMED_LETTER.search(caption) is None
+    return unfinished is not None and NAMED_LETTER.search(end) is None
 
 
 # The first that finds something is reported; the ways in which a caption is none at all come first.
 LEFT_BEHIND = (
     CaptionPattern("placeholder_caption", "warning", "that was never written", DESCRIBE, PLACEHOLDER),
-    CaptionPattern("refusal_caption", "warning", "in which a model refuses to describe it", DESCRIBE, REFUSAL),
-    CaptionPattern("url_caption", "warning", "with an address on the web", DESCRIBE, URL),
+    CaptionPattern(
+        "refusal_caption", "warning", "in which a model refuses to describe it", DESCRIBE, REFUSAL, REFUSAL_MARKS
+    ),
+    CaptionPattern("url_caption", "warning", "with an address on the web", DESCRIBE, URL, ("://", "www.")),
     CaptionPattern("file_name_caption", "warning", "that is the name of a file", DESCRIBE, FILE_NAME),
     CaptionPattern(
-        "parameters_caption", "warning", "with parameters of a generated image", "Keep the prompt alone.", PARAMETERS
+        "parameters_caption",
+        "warning",
+        "with parameters of a generated image",
+        "Keep the prompt alone.",
+        PARAMETERS,
+        (":", "<", "--"),
     ),
-    CaptionPattern("markup_caption", "warning", "with HTML, JSON or escape codes", "Keep the text alone.", MARKUP),
-    CaptionPattern("chat_caption", "warning", "in which a model speaks to its user", KEEP_DESCRIPTION, CHAT),
+    CaptionPattern(
+        "markup_caption",
+        "warning",
+        "with HTML, JSON or escape codes",
+        "Keep the text alone.",
+        MARKUP,
+        ("<", "&", "[", "{", "\\"),
+    ),
+    CaptionPattern(
+        "chat_caption", "warning", "in which a model speaks to its user", KEEP_DESCRIPTION, CHAT, CHAT_MARKS
+    ),
     CaptionPattern("looping_caption", "warning", "that repeats itself", "Keep what is there once.", _repeats),
     CaptionPattern("cut_off_caption", "note", "that ends in the middle of a sentence", "Write the rest.", _is_cut_off),
 )
@@ -225,8 +270,14 @@ CODES = frozenset(each.code for each in LEFT_BEHIND)
 
 def left_behind(caption: str) -> CaptionPattern | None:
     """What a program left in a caption, or in one of its lines; None where it is as somebody would write it."""
-    lines = [line.strip() for line in caption[:MOST_LETTERS].splitlines()]
-    return next((each for each in LEFT_BEHIND if any(each.finds(line) for line in lines if line)), None)
+    caption = caption[:MOST_LETTERS]
+    lowered = caption.lower()
+    lines = [line.strip() for line in caption.splitlines()]
+    for each in LEFT_BEHIND:
+        is_possible = not each.marks or any(mark in lowered for mark in each.marks)
+        if is_possible and any(each.finds(line) for line in lines if line):
+            return each
+    return None
 
 
 # What another program reads as prompt weighting, and this one only with captions.prompt_weighting.
