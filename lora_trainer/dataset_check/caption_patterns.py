@@ -59,7 +59,9 @@ NOTHING = r"[#\[<({]*(none|null|nil|nan|n/?a|undefined|untitled|todo|to-?do|t\.?
 PLACEHOLDER = _any_of(
     _whole(
         rf"{NOTHING}([,;. ]+{NOTHING})*",
-        r"test( caption| image| \d+)?",
+        r"test( caption| image| \d+)?|true|false",
+        r"#(name\?|ref!|value!|div/0!|null!|num!|n/a|spill!|calc!)",  # of Excel
+        r"no photo description available\.?",
         r"[\[<({]*(no|missing|empty|your|insert|enter|add|write)( an?| your| the)? (caption|description|prompt)"
         r"( here| available| provided| found| yet)?[\]>)}.:!?]*",
         r"[\[<({]*(caption|description|prompt)( goes)?( here| missing| to follow)?[\]>)}.:!?]*",
@@ -74,7 +76,7 @@ FILE_NAME = _whole(
     r"(img|_?dsc|dsc[nf]|pxl|mvimg|fb_img)[-_ ]?\d{3,}[-_ \d()]*",
     r"(gopr|dji|sam|cimg|pict|vid|wp|scan|received|snapchat)[-_]?\d{3,}[-_\d()]*",
     r"(image|photo|pic(ture)?|frame|screenshot|screen shot|untitled|comfyui|capture|render|output|tmp|temp|file)"
-    r"[-_ ]*[(#]?(?!(19|20)\d\d$)\d+[-_)]*",
+    r"([-_]+| ?[(#]|(?! \d\d?$) ?)(?!(19|20)\d\d$)\d+[-_)]*",  # not "image 5", which somebody may have written
     r"(screenshot|screen shot|whatsapp image|photo|img|pxl|signal)[-_ ]\d{4}-?\d\d-?\d\d\b[-_ .:\w]*",
     r"(unnamed|download|untitled( design| project| document)?)([-_ ]*\(?\d+\)?)?|fullsizerender",
     r"(pexels|shutterstock|istock(photo)?|adobestock|gettyimages|depositphotos|unsplash|pixabay|freepik|tumblr)[-_]\S*\d\S*",
@@ -90,13 +92,41 @@ FILE_NAME = _whole(
     r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     r"([a-z]:\\|/|\./|~/)\S*\w\w[\\/]\S*\w\w",
 )
+NUMBER = r"-?(\d+(\.\d*)?|\.\d+)(e-?\d+)?"
+NUMBERS = _whole(
+    r"-?[01]?\.\d{3,}",  # a probability
+    rf"(?=.*(\.\d|\d{{3}}))[\[(]*{NUMBER}([,; ]+{NUMBER}){{2,}}[\])]*",
+    rf"(?=.*\.\d)\w+([,; ]+{NUMBER}){{4,}}",  # the class, and a box
+)
+ERROR = _any_of(
+    _whole(
+        r"(internal server error|bad gateway|service unavailable|gateway time-?out|too many requests|connection (error|refused|reset)"
+        r"|(request|read|connection) timed out|rate limit( exceeded| reached)?)[.!]?",
+        r"([45]\d\d:? )(bad request|unauthorized|forbidden|not found|too many requests|internal server error|bad gateway|service unavailable|gateway time-?out)[.!]?",
+    ),
+    _begins(
+        r"error( code)?\W{0,3}[45]\d\d\b",
+        r"error: (failed|could not|cannot|unable|no |api|request|timeout|connection|rate limit|invalid)",
+        r"rate limit (exceeded|reached)\b",
+        r"(\S+ )?cuda (error|out of memory)\b",
+        r"traceback \(most recent call last\)",
+        r"(?-i:([a-z_]\w*\.)*[A-Z]\w*(Error|Exception)\b ?[:(])",
+        r"https?connectionpool\(",
+        r"\W?nonetype\W? object",
+        r"(the |your )?(response|request|prompt|content|output) was (blocked|rejected|filtered|flagged)\b.{0,40}\b(safety|polic|filter|system)",
+        r"you exceeded your current quota",
+    ),
+)
 URL = _any_of(_whole(r"(https?://|ftp://|www\.)\S+"), _anywhere(r"(?<![\"'“‘«„(])https?://\S"))
 CANNOT = r"(can(no|['’])?t|cannot|could ?n[o'’]t|am unable|['’]m unable|am not able|['’]m not able|won['’]t be able|will not)"
-HELP = r"(help|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|see\b|view|process|access|engage|discuss|continue|do that|answer)"
+HELP = (
+    r"(help\b|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|view\b|process|access|engage|discuss|"
+    r"continue|do (that|this)|answer|determine|recogni[sz]e|(see|find|open|load) (an|any|the|this|that|your) (image|photo|picture))"
+)
 REFUSAL = _any_of(
     _begins(
-        rf"\W*(i['’]?m|i am)( really| very| so)? (sorry|afraid)\b.{{0,40}}?({CANNOT}|\bno image\b|\bunable\b|\bdon['’]t\b)",
-        r"\W*(sorry|unfortunately|i apologi[sz]e|my apologies)\b.{0,40}? i ?(can|could|am|['’]m|was|don['’]t)",
+        rf"\W*((i['’]?m|i am)( really| very| so)? (sorry|afraid)|sorry|unfortunately|i apologi[sz]e|my apologies)\b.{{0,40}}?"
+        rf"(\bno image\b|({CANNOT}|\bunable to\b|\bdo(n['’]t| not)\b).{{0,20}}?\b{HELP})",
         rf"\W*i {CANNOT}( to)?( \w+){{0,2}} {HELP}",
         rf"\W*i['’]m (unable|not able) to( \w+){{0,2}} {HELP}",
         r"\W*i (must|have to|need to)( respectfully| politely)? decline",
@@ -127,30 +157,37 @@ REFUSAL_MARKS = (
     "すみません", "죄송", "извините", "сожалению",
 )  # fmt: skip
 NOUN = r"(caption|description|prompt|tags|summary|breakdown)"
-CHAT = _any_of(
-    _begins(
-        r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here|i['’]|i |let)",
-        rf"\W*here(['’]s| is| are|['’]re)\b.{{0,60}}?\b{NOUN}\b.{{0,60}}?[:.]",
-        rf"\W*(this is|below is|following is|the following is) .{{0,30}}?\b{NOUN} (of|for) the\b",
-        r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|pic(ture)?)\b.{0,20}:",
-        r"[*#_ ]*(image )?(caption|description|prompt|question|answer|assistant|response|output|beschreibung|bildunterschrift|légende)\W{0,3}:",
-        r"\W*(voici|aquí (está|tienes)|ecco)\b.{0,30}?\b(description|légende|descripción|didascalia|descrizione)\b",
-        r"\W*(hier ist|gerne[,!] hier)\b.{0,30}?\b(beschreibung|bildunterschrift)\b",
-        r"\W*(好的[，,！]|以下是|这是).{0,20}(描述|说明|标签)[：:]",
-    ),
-    _anywhere(
-        r"\b(let me know (if|what|how|whether)|feel free to (ask|reach|let)|would you like me to|is there anything else)\b",
-        r"\bi hope (this|that) (helps|description|caption)",
-        r"<\|[a-z_]{2,20}\|>|</?think>|\[/?inst\]",
-        r"```|^#{1,6} \w",
-    ),
+CHAT_BEGINS = _begins(
+    r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here['’]s|here (is|are)|i['’](ll|ve)|let['’]s|let me (describe|help|provide))\b",
+    rf"\W*here(['’]s| is| are|['’]re)\b.{{0,60}}?\b{NOUN}\b.{{0,60}}?[:.]",
+    rf"\W*(this is|below is|following is|the following is) .{{0,30}}?\b{NOUN} (of|for) the\b",
+    r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|pic(ture)?)\b.{0,20}:",
+    r"[*#_ ]*(image )?(caption|description|prompt|assistant|beschreibung|bildunterschrift|légende)\W{0,3}:",
+    r"[*#_ ]*question\W{0,3}:.{1,200}\banswer\W{0,3}:",
+    r"(the )?(image )?may be an? (\S+ ){0,4}(image|photo|drawing|meme|screenshot|closeup|cartoon|doodle) of\b",
+    r"\W*(voici|aquí (está|tienes)|ecco)\b.{0,30}?\b(description|légende|descripción|didascalia|descrizione)\b",
+    r"\W*(hier ist|gerne[,!] hier)\b.{0,30}?\b(beschreibung|bildunterschrift)\b",
+    r"\W*(好的[，,！]|以下是|这是).{0,20}(描述|说明|标签)[：:]",
+)
+CHAT = _anywhere(
+    r"\b(let me know (if|what|how|whether)|feel free to (ask|reach|let)|would you like me to|is there anything else)\b",
+    r"\bi hope (this|that) (helps|description|caption)",
+    r"<\|[a-z_]{2,20}\|>|</?think>|\[/?inst\]",
+    r"```|^#{1,6} \w",
 )
 CHAT_MARKS = (
-    ":", "：", "here", "this is", "below is", "following is", "voici", "aquí", "ecco", "hier ist", "gerne", "sure", "certainly",
-    "of course", "absolutely", "ok", "got it", "great", "let me know", "feel free", "would you like", "is there anything", "i hope",
-    "<", "[", "`", "#",
-)  # fmt: skip
-NUMBERED_OPTION = r"\b(steps|sampler|schedule type|cfg scale|seed|size|model hash|model|denoising strength|clip skip|hires \w+|version)\s*:\s*[\w.+ -]+,"
+    "let me know",
+    "feel free to",
+    "you like me to",
+    "is there anything else",
+    "i hope th",
+    "<",
+    "inst]",
+    "```",
+    "# ",
+)
+# One of these is a word of its own in captions of shops and of science.
+NUMBERED_OPTION = r"\b(steps|sampler|schedule type|cfg scale|guidance scale|seed|model hash|denoising strength|clip skip|hires \w+)\s*:\s*(\w*\d|euler|dpm|ddim|lms|heun|unipc|lcm|karras)"
 PARAMETERS = _any_of(
     lambda caption: caption.count(":") > 1 and len(re.findall(NUMBERED_OPTION, caption, re.IGNORECASE)) > 1,
     _anywhere(
@@ -158,7 +195,8 @@ PARAMETERS = _any_of(
         r"\bsteps\s*:\s*\d+\s*,",
         r"<(lora|lyco|hypernet|lokr):[^<>]+>",
         r"(?<!\S)--(ar|aspect|niji|stylize|chaos|weird|iw|sref|cref|style|seed|quality) [\w.:-]+",
-        r"(?<!\S)--v \d",
+        r"(?<!\S)--[vqswhdlg] \d",
+        r"(?<!\S)--n \S",
     ),
 )
 TAG_NAMES = (
@@ -167,7 +205,9 @@ TAG_NAMES = (
 )
 MARKUP = _any_of(
     _anywhere(
-        rf"</?({TAG_NAMES})(\s[^<>]{{0,200}})?/?>",
+        rf"(?<!text )(?<!says )(?<!reads )(?<!word )(?<!code )(?<!tag )</?({TAG_NAMES})(\s[^<>]{{0,200}})?/?>",
+        r"<[\w.]+( [\w.]+){0,4} at 0x[0-9a-f]{4,}>",
+        r"\b(np|numpy)\.str_\(",
         r"&(amp|lt|gt|quot|apos|nbsp|#\d{2,6}|#x[0-9a-f]{2,6});",
         r"\\u[0-9a-f]{4}",
         r"\w[.,!?\"']?\\[nrt](?-i:(?![a-z]))|\\\"",
@@ -177,6 +217,12 @@ MARKUP = _any_of(
         r"\W{0,2}\{\s*[\"'“][\w ]+[\"'”]\s*:",
         r"\[\s*(\"[^\"]*\"|'[^']*'|\{[^}]*\})\s*[,\]]",
         r"<\?xml|<!doctype|<!--|<svg",
+        r"\{\\rtf\d|%pdf-\d",
+    ),
+    _whole(
+        r"\(\s*('[^']*'|\"[^\"]*\")\s*,[^()]*\)",  # a tuple of Python
+        r"b('[^']*'|\"[^\"]*\")",
+        r"(dict_(keys|values|items)|array|tensor|ordereddict|list|tuple|set)\(.*\)",
     ),
 )
 ESCAPED = re.compile(r"\\\([^()\\]{1,200}\\\)|\\\[[^][\\]{1,200}\\\]")
@@ -242,6 +288,8 @@ LEFT_BEHIND = (
         "refusal_caption", "warning", "in which a model refuses to describe it", DESCRIBE, REFUSAL, REFUSAL_MARKS
     ),
     CaptionPattern("url_caption", "warning", "with an address on the web", DESCRIBE, URL, ("://", "www.")),
+    CaptionPattern("error_caption", "warning", "that is the error of a program", DESCRIBE, ERROR),
+    CaptionPattern("numbers_caption", "warning", "that is numbers, as labels for a detector are", DESCRIBE, NUMBERS),
     CaptionPattern("file_name_caption", "warning", "that is the name of a file", DESCRIBE, FILE_NAME),
     CaptionPattern(
         "parameters_caption",
@@ -254,11 +302,12 @@ LEFT_BEHIND = (
     CaptionPattern(
         "markup_caption",
         "warning",
-        "with HTML, JSON or escape codes",
+        "with markup or code",
         "Keep the text alone.",
         MARKUP,
-        ("<", "&", "[", "{", "\\"),
+        ("<", "&", "[", "{", "\\", "(", "b'", 'b"', "%pdf-"),
     ),
+    CaptionPattern("chat_caption", "warning", "in which a model speaks to its user", KEEP_DESCRIPTION, CHAT_BEGINS),
     CaptionPattern(
         "chat_caption", "warning", "in which a model speaks to its user", KEEP_DESCRIPTION, CHAT, CHAT_MARKS
     ),
@@ -280,7 +329,7 @@ def left_behind(caption: str) -> CaptionPattern | None:
     return None
 
 
-# What another program reads as prompt weighting, and this one only with captions.prompt_weighting.
+# What another program reads, and this one only with an option of captions, if at all.
 WITHOUT_WEIGHTING = (
     CaptionPattern(
         "escaped_brackets",
@@ -297,3 +346,35 @@ WITHOUT_WEIGHTING = (
         WEIGHTED.search,
     ),
 )
+WITHOUT_WILDCARDS = CaptionPattern(
+    "literal_wildcards",
+    "warning",
+    "whose choices are all trained as letters",
+    "Set captions.wildcards=true, or write one of them.",
+    re.compile(r"\{[^{}|]{1,200}\|[^{}]{1,200}\}").search,
+)
+WITHOUT_TRIGGER = CaptionPattern(
+    "literal_trigger",
+    "warning",
+    "whose placeholder is trained as letters",
+    "Set captions.trigger_word, and write [trigger] where it belongs.",
+    _anywhere(r"\[trigger(_?word)?\]|\{trigger(_?word)?\}|<trigger(_?word)?>"),
+)
+LITERAL_SYNTAX = CaptionPattern(
+    "literal_syntax",
+    "warning",
+    "with what only another program reads",
+    "Remove it.",
+    _any_of(
+        _anywhere(
+            r"\[(name|filewords)\]",
+            r"(?<!\w)__[a-z][\w/-]*[a-z0-9]__(?!\w)",
+            r"(?<!\w)embedding:\w",
+            r"\[[^][:]{0,200}:([^][:]{0,200}:)?[01]?\.\d+\]",
+        ),
+        re.compile(
+            r"(?<![A-Z\"'“])(?<![A-Z] )(?<!says )(?<!reads )(?<!text )(?<!word )\bBREAK\b(?![\"'”]| [A-Z]{2})"
+        ).search,
+    ),
+)
+WITHOUT_OPTION = (*WITHOUT_WEIGHTING, WITHOUT_WILDCARDS, WITHOUT_TRIGGER, LITERAL_SYNTAX)
