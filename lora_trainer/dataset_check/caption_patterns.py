@@ -12,6 +12,7 @@ from lora_trainer.core.findings import Severity
 
 MOST_LETTERS = 4000  # of a caption that are compared with the patterns
 FEWEST_REPEATS = 3  # of a sentence, or of a group of words
+MOST_GROUP_WORDS = 10
 FEWEST_WORD_REPEATS = 8  # of one word: "ha ha ha ha ha ha" and "very, very" are language
 SHORTEST_PART = 8  # letters of a part that is repeated; a whole sentence has twice as many
 FIRST_CHINESE = "\u2e80"  # from here on Chinese, Japanese and Korean
@@ -105,7 +106,7 @@ ERROR = _any_of(
         r"([45]\d\d:? )(bad request|unauthorized|forbidden|not found|too many requests|internal server error|bad gateway|service unavailable|gateway time-?out)[.!]?",
     ),
     _begins(
-        r"error( code)?\W{0,3}[45]\d\d\b",
+        r"(http )?(error|status)( code)?\W{0,3}[45]\d\d\b",
         r"error: (failed|could not|cannot|unable|no |api|request|timeout|connection|rate limit|invalid)",
         r"rate limit (exceeded|reached)\b",
         r"(\S+ )?cuda (error|out of memory)\b",
@@ -120,7 +121,7 @@ ERROR = _any_of(
 URL = _any_of(_whole(r"(https?://|ftp://|www\.)\S+"), _anywhere(r"(?<![\"'“‘«„(])https?://\S"))
 CANNOT = r"(can(no|['’])?t|cannot|could ?n[o'’]t|am unable|['’]m unable|am not able|['’]m not able|won['’]t be able|will not)"
 HELP = (
-    r"(help\b|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|view\b|process|access|engage|discuss|"
+    r"(help( you\b| with\b| identif| describ|\W*$)|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|view\b|process|access|engage|discuss|"
     r"continue|do (that|this)|answer|determine|recogni[sz]e|(see|find|open|load) (an|any|the|this|that|your) (image|photo|picture))"
 )
 REFUSAL = _any_of(
@@ -158,7 +159,7 @@ REFUSAL_MARKS = (
 )  # fmt: skip
 NOUN = r"(caption|description|prompt|tags|summary|breakdown)"
 CHAT_BEGINS = _begins(
-    r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here['’]s|here (is|are)|i['’](ll|ve)|let['’]s|let me (describe|help|provide))\b",
+    r"\W*(sure|certainly|of course|absolutely|okay|ok|got it|great)[!,.:]+ (here['’]s\b|here (is|are)\b|(i['’](ll|ve)|let me) (describ|help|provid|writ|creat|generat|caption|analy))",
     rf"\W*here(['’]s| is| are|['’]re)\b.{{0,60}}?\b{NOUN}\b.{{0,60}}?[:.]",
     rf"\W*(this is|below is|following is|the following is) .{{0,30}}?\b{NOUN} (of|for) the\b",
     r"\W*(the|a|my|suggested) \b(caption|description|prompt) (of|for) (the|this|your) (image|photo|pic(ture)?)\b.{0,20}:",
@@ -203,6 +204,7 @@ TAG_NAMES = (
     "p|br|hr|b|i|u|s|em|strong|small|sub|sup|span|div|a|img|ul|ol|li|h[1-6]|font|center|table|tr|td|th|body|html|head|"
     "script|style|pre|code|blockquote|caption|detailed_caption|more_detailed_caption|od|image|bos|eos|unk|pad|loc_\\d+"
 )
+QUOTED = r"('[^']*'|\"[^\"]*\")"
 MARKUP = _any_of(
     _anywhere(
         rf"(?<!text )(?<!says )(?<!reads )(?<!word )(?<!code )(?<!tag )</?({TAG_NAMES})(\s[^<>]{{0,200}})?/?>",
@@ -220,9 +222,9 @@ MARKUP = _any_of(
         r"\{\\rtf\d|%pdf-\d",
     ),
     _whole(
-        r"\(\s*('[^']*'|\"[^\"]*\")\s*,[^()]*\)",  # a tuple of Python
-        r"b('[^']*'|\"[^\"]*\")",
-        r"(dict_(keys|values|items)|array|tensor|ordereddict|list|tuple|set)\(.*\)",
+        rf"(?=.*,)\(\s*{QUOTED}(\s*,\s*{QUOTED})*\s*,?\s*\)",  # a tuple of Python
+        rf"b{QUOTED}",
+        r"(dict_(keys|values|items)|array|tensor|ordereddict|list|tuple|set)\([\[({'\"\d].*\)",
     ),
 )
 ESCAPED = re.compile(r"\\\([^()\\]{1,200}\\\)|\\\[[^][\\]{1,200}\\\]")
@@ -231,7 +233,7 @@ SENTENCES, PARTS = re.compile(r"[.!?](?:\s+|$)|[。！？]"), re.compile(r"[.!?;
 WORD = re.compile(r"\w+")
 # A group of different words, or one word more often: the group "ha ha" is the word "ha" twice.
 LOOPING = re.compile(
-    rf"\b(?!(\w+)(?:[ ,.]+\1\b){{5}})(\w+(?: \w+){{1,9}})(?:[ ,.]+\2\b){{{FEWEST_REPEATS - 1},}}"
+    rf"\b(?!(\w+)(?:[ ,.]+\1\b){{5}})(\w+(?: \w+){{1,{MOST_GROUP_WORDS - 1}}})(?:[ ,.]+\2\b){{{FEWEST_REPEATS - 1},}}"
     rf"|\b(\w+)(?:[ ,.]+\3\b){{{FEWEST_WORD_REPEATS - 1},}}",
     re.IGNORECASE,
 )
@@ -250,8 +252,9 @@ NAMED_LETTER = re.compile(
 
 def _repeats(caption: str) -> bool:
     """A whole sentence twice, a part of one three times, or a group of words three times on end."""
-    pairs = Counter(pairwise(WORD.findall(caption.casefold())))
-    most = max(pairs.values(), default=0)
+    pairs = list(pairwise(WORD.findall(caption.casefold())))
+    times_of = Counter(pairs)
+    most = max(times_of.values(), default=0)
     has_chinese = not caption.isascii() and max(caption) >= FIRST_CHINESE
     if most < 2 and not has_chinese:
         return False  # what is repeated has two words that are
@@ -264,7 +267,14 @@ def _repeats(caption: str) -> bool:
             letters = 2 * len(part) if is_chinese else len(part)
             if times >= fewest and letters >= shortest and (is_chinese or " " in part):
                 return True
-    return most >= FEWEST_REPEATS and LOOPING.search(caption) is not None
+    if most < FEWEST_REPEATS:
+        return False
+    # Groups on end begin at equal distances. Few captions have pairs that do, and the expression is slow.
+    places = {place for place, pair in enumerate(pairs) if times_of[pair] >= FEWEST_REPEATS}
+    for step in range(1, MOST_GROUP_WORDS + 1):
+        if any(place + step in places and place + 2 * step in places for place in places):
+            return LOOPING.search(caption) is not None
+    return False
 
 
 def _is_cut_off(caption: str) -> bool:
