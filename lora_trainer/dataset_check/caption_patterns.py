@@ -122,7 +122,7 @@ URL = _any_of(_whole(r"(https?://|ftp://|www\.)\S+"), _anywhere(r"(?<![\"'“‘
 CANNOT = r"(can(no|['’])?t|cannot|could ?n[o'’]t|am unable|['’]m unable|am not able|['’]m not able|won['’]t be able|will not)"
 HELP = (
     r"(help( you\b| with\b| identif| describ|\W*$)|assist|fulfil|comply|provide|create|generate|describe|identify|caption|analy|view\b|process|access|engage|discuss|"
-    r"continue|do (that|this)|answer|determine|recogni[sz]e|(see|find|open|load) (an|any|the|this|that|your) (image|photo|picture))"
+    r"continue|do (that|this)|answer|determine|recogni[sz]e|(see|find|open|load) (an|any|the|this|that|your) (image|photo|pic(ture)?))"
 )
 REFUSAL = _any_of(
     _begins(
