@@ -121,7 +121,8 @@ def _patterns(sample: Sample, context: CheckContext) -> list[CaptionPattern]:
         possible.append(WITHOUT_WILDCARDS)
     if rules is None or not rules.trigger_word:
         possible.append(WITHOUT_TRIGGER)
-    literal = [each for each in possible if each.finds(sample.caption)]
+    _, rest = _without_learned_tokens(sample.caption, context)  # which may be written like a placeholder
+    literal = [each for each in possible if each.finds(rest)]
     return literal if found is None else [found, *literal]
 
 
