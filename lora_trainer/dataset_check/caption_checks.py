@@ -114,7 +114,7 @@ def _patterns(sample: Sample, context: CheckContext) -> list[CaptionPattern]:
         text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", " ", text, flags=re.IGNORECASE)
     found = left_behind(text.strip(" ,.;"))
     rules = rules_of(sample, context.rules) if sample.source < len(context.rules) else None
-    possible = [LITERAL_SYNTAX]
+    possible = [LITERAL_SYNTAX] if any(mark in sample.caption.lower() for mark in LITERAL_SYNTAX.marks) else []
     if rules is None or not rules.prompt_weighting:
         possible += WITHOUT_WEIGHTING
     if rules is None or not rules.wildcards:

@@ -386,5 +386,6 @@ LITERAL_SYNTAX = CaptionPattern(
             r"(?<![A-Z\"'“])(?<![A-Z] )(?<!says )(?<!reads )(?<!text )(?<!word )\bBREAK\b(?![\"'”]| [A-Z]{2})"
         ).search,
     ),
+    ("[", "__", "embedding:", "break"),
 )
 WITHOUT_OPTION = (*WITHOUT_WEIGHTING, WITHOUT_WILDCARDS, WITHOUT_TRIGGER, LITERAL_SYNTAX)
