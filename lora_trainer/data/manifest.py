@@ -192,6 +192,12 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
     if isinstance(text, tuple):
         text = _chosen(text, request, reading)
     caption = tidy(text or "", keep_lines=request.captions.wildcards)
+    lines = [] if request.captions.wildcards else (text or "").strip().splitlines()
+    if any(line.rstrip()[-1:].isalnum() for line in lines[:-1]):  # others end with a comma or a full stop
+        reading.note(
+            f"{request.shown_path}: some captions have several lines, which are joined with spaces, not commas;"
+            " captions.wildcards=true picks one line each time."
+        )
     if caption and (hidden := hidden_characters(text or "")):
         message = f"has characters in its caption that show nothing ({', '.join(hidden[:8])}); they are left out."
         reading.find(

@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
 from lora_trainer.data.sample import Sample
-from lora_trainer.dataset_check.caption_patterns import CODES, WITHOUT_WEIGHTING, CaptionPattern, left_behind
+from lora_trainer.dataset_check.caption_patterns import (
+    CODES,
+    LITERAL_SYNTAX,
+    WITHOUT_TRIGGER,
+    WITHOUT_WEIGHTING,
+    WITHOUT_WILDCARDS,
+    CaptionPattern,
+    left_behind,
+)
 from lora_trainer.dataset_check.context import CheckContext
 from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 
@@ -106,8 +114,16 @@ def _patterns(sample: Sample, context: CheckContext) -> list[CaptionPattern]:
     for word in (*_words_to_learn(sample, context), TRIGGER):
         text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", " ", text, flags=re.IGNORECASE)
     found = left_behind(text.strip(" ,.;"))
-    weighting = sample.source < len(context.rules) and rules_of(sample, context.rules).prompt_weighting
-    literal = [] if weighting else [each for each in WITHOUT_WEIGHTING if each.finds(sample.caption)]
+    rules = rules_of(sample, context.rules) if sample.source < len(context.rules) else None
+    possible = [LITERAL_SYNTAX] if any(mark in sample.caption.lower() for mark in LITERAL_SYNTAX.marks) else []
+    if rules is None or not rules.prompt_weighting:
+        possible += WITHOUT_WEIGHTING
+    if rules is None or not rules.wildcards:
+        possible.append(WITHOUT_WILDCARDS)
+    if rules is None or not rules.trigger_word:
+        possible.append(WITHOUT_TRIGGER)
+    _, rest = _without_learned_tokens(sample.caption, context)  # which may be written like a placeholder
+    literal = [each for each in possible if each.finds(rest)]
     return literal if found is None else [found, *literal]
 
 

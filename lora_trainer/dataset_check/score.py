@@ -23,8 +23,13 @@ SHARES = {
     "url_caption": 0.25,
     "parameters_caption": 0.25,
     "markup_caption": 0.25,
+    "error_caption": 0.25,
+    "numbers_caption": 0.25,
     "escaped_brackets": 1.25,  # the words are all there
     "literal_weights": 1.25,
+    "literal_wildcards": 1.25,
+    "literal_trigger": 1.25,
+    "literal_syntax": 1.25,
     "random_caption": 0.25,
     "unread_caption": 0.25,
     "doubtful_caption": 0.3,

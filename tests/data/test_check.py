@@ -45,6 +45,13 @@ def test_no_upscale_refuses_only_what_is_smaller_than_a_step(tmp_path: Path, dra
     assert [str(bucket) for bucket in sorted(report.plan.counts)] == ["16x32", "96x48"]
 
 
+def test_a_learned_token_may_be_written_like_a_placeholder(tmp_path: Path, draw: Draw) -> None:
+    for number in range(5):
+        draw(tmp_path / f"{number}.png", 128, 128, seed=number, caption=f"<trigger> on hill {number}")
+    assert ("literal_trigger", "warning") in codes(check(tmp_path))
+    assert ("literal_trigger", "warning") not in codes(check(tmp_path, words=("<trigger>",)))
+
+
 def cut_short(path: Path) -> None:
     """Damage the pixels, not the header."""
     path.write_bytes(path.read_bytes()[:2000])

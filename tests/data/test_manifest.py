@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_trainer.config.schema import SourceSection
+from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.manifest import read_manifest
 from tests.data.conftest import Draw
@@ -42,6 +42,28 @@ def test_captions_next_to_the_image(tmp_path: Path, draw: Draw) -> None:
     manifest, findings = read_manifest([tmp_path])
     assert [sample.caption for sample in manifest.samples] == ["from text", "from caption", "preferred", "wide é"]
     assert [(finding.code, finding.severity) for finding in findings] == [("two_captions", "note")]
+
+
+@pytest.mark.parametrize(
+    ("text", "caption", "noted"),
+    [
+        ("1girl\nsolo\nlong hair\n", "1girl solo long hair", True),
+        ("a cat\r\na dog", "a cat a dog", True),
+        ("1girl,\nsolo,\nlong hair", "1girl, solo, long hair", False),
+        ("A cat sits.\n\nIt is black.\n", "A cat sits. It is black.", False),
+        ("a cat\n", "a cat", False),
+    ],
+)
+def test_lines_that_are_joined_are_noted_once(tmp_path: Path, draw: Draw, text: str, caption: str, noted: bool) -> None:
+    for seed in range(2):
+        draw(tmp_path / f"{seed}.png", seed=seed, caption=None)
+        (tmp_path / f"{seed}.txt").write_bytes(text.encode())
+    manifest, findings = read_manifest([tmp_path])
+    assert [sample.caption for sample in manifest.samples] == [caption] * 2
+    assert findings == ()
+    assert len([note for note in manifest.notes if "captions.wildcards" in note]) == noted
+    section = SourceSection(path=str(tmp_path), captions=CaptionsSection(wildcards=True))
+    assert not [note for note in read_manifest([section])[0].notes if "captions.wildcards" in note]
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])

@@ -85,7 +85,7 @@ def test_a_refusal_has_the_findings_of_the_gate(bench, tmp_path):
     with pytest.raises(DatasetRefused, match="4 of 10 files have no caption") as refused:
         bare.produce()
     assert refused.value.report.score == bare.check().score
-    idle = trainer_of(bench, "idle", optimizer__learning_rate=1e-12, train__max_steps=1, gates__lora_check="lite")
+    idle = trainer_of(bench, "idle", optimizer__learning_rate=1e-12, train__max_steps=6, gates__lora_check="lite")
     with pytest.raises(LoraRefused, match="changes nothing") as refused:
         idle.produce()
     assert refused.value.report.parts["works"].measure.value == 0.0

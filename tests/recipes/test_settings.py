@@ -105,7 +105,7 @@ def test_the_config_of_a_run_with_presets_repeats_it(bench):
 
 
 def test_an_untrained_lora_is_refused_and_kept(bench, capsys):
-    assert bench.run("idle", command="produce", steps=1, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
+    assert bench.run("idle", command="produce", steps=6, optimizer__learning_rate=1e-12, gates__lora_check="lite") == 4
     output = capsys.readouterr()
     assert "changes nothing" in output.err
     assert "Traceback" not in output.err

@@ -128,7 +128,7 @@ def test_unused_and_invalid_tokens_are_reported(bench: Bench, capsys: pytest.Cap
         {"textual_inversion__learning_rate": 0.1},
     ):
         assert bench.run("wrong", **setting) == 2
-        assert "textual_inversion.placeholder_tokens names none" in capsys.readouterr().err
+        assert "Set textual_inversion.placeholder_tokens" in capsys.readouterr().err
     assert (
         bench.run("wrong", textual_inversion__placeholder_tokens='["<zo>"]', textual_inversion__initializer_token='""')
         == 2

@@ -520,6 +520,7 @@ def test_every_choice_of_a_setting_has_a_case(setting):
 OF_A_STEP = ("lora", "optimizer", "lr_scheduler", "noise", "loss", "captions", "data")
 BEFORE_ANY_STEP = {
     "captions.extension",
+    "captions.column",
     "lora.max_rank",
     "lora.network_weights",
     *(f"captions.{name}" for name in ("separator", "keep_tokens_separator", "prefix", "suffix")),
