@@ -198,7 +198,8 @@ def test_use_rslora_is_recorded_and_must_not_change(bench, capsys):
 
 
 def test_a_run_does_without_the_default_tracker_where_it_is_not_installed(bench, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in ("tensorboard", "tensorboard.compat", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "lora_trainer.monitor.tracker_kinds.tensorboard", raising=False)
     assert bench.run("plain", steps=1) == 0
     assert "TensorBoard does not work (ModuleNotFoundError" in capsys.readouterr().out
