@@ -198,8 +198,9 @@ def test_use_rslora_is_recorded_and_must_not_change(bench, capsys):
 
 
 def test_a_run_does_without_the_default_tracker_where_it_is_not_installed(bench, capsys, monkeypatch):
-    for name in ("tensorboard", "tensorboard.compat", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.startswith("tensorboard.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "lora_trainer.monitor.tracker_kinds.tensorboard", raising=False)
     assert bench.run("plain", steps=1) == 0
     assert "TensorBoard does not work (ModuleNotFoundError" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_the_page_shows_the_problems_and_loads_nothing(folder: Path, tmp_path: P
     assert code == 3
     tags = Tags(page).found
     sources = [attributes["src"] or "" for tag, attributes in tags if "src" in attributes]
-    assert len(sources) == 3  # the hostile one and the two that look the same
+    assert len(sources) == 4  # the hostile one by its name and by its caption, and the two that look the same
     assert all(source.startswith("data:image/webp;base64,") for source in sources)
     assert not [attributes for _, attributes in tags if "href" in attributes or "onerror" in attributes]
     assert sum(tag == "script" for tag, _ in tags) == 1

@@ -67,6 +67,7 @@ def page_of(
         "files": {"kohya": "cat.safetensors", "before_after": "samples/before_after.png"},
     }
     write_json(folder / "run.json", record)
+    (folder / "cat.safetensors").touch()
     page = write_report(folder).read_text(encoding="utf-8")
     return words_of(page) + page
 

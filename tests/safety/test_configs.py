@@ -23,7 +23,7 @@ CONFIGS = {
     "deep": b"a = " + b"[" * 50_000,
     "deep table": b"[" + b"a." * 20_000 + b"b]",
     "large": b"# " + b"x" * 4_000_001,
-    "no text": b"\xff\xfe",
+    "no text": b"\xff\xfe\x00\xd8",  # half of a pair in UTF-16
     "nothing known": b"[evil]\nrun = 1\n",
     "other kinds": b"run = 5\ntrain = []\nlora = 'x'\n",
     "numbers": b"[lora]\nrank = nan\n[optimizer]\nlearning_rate = inf\n[train]\nmax_steps = 99999999999999999999999\n",
