@@ -250,9 +250,8 @@ def for_its_model(order: Order) -> tuple[Order, tuple[Family, ModelFacts]]:
 def with_weights(order: Order, inputs: Inputs) -> Inputs:
     """The inputs, with a model whose weights are downloaded. Raises UsageError."""
     if inputs.facts.whole:
-        find_base(
-            order.config.model, offline=order.config.run.offline, say=silent
-        )  # whether its weights can be read here
+        # Only for what it refuses: weights that cannot be read here.
+        find_base(order.config.model, offline=order.config.run.offline, say=silent)
         return inputs
     say = silent if order.console.quiet else on_stderr
     return replace(inputs, facts=read_model(order.config, order.families, say=say)[1])

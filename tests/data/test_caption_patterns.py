@@ -13,7 +13,7 @@ from tests.data.drawings import photo
 from tests.data.test_findings import judged, of, save
 
 ORDINARY = (Path(__file__).parent / "ordinary_captions.txt").read_text("utf-8").splitlines()
-REAL = Path("/work/shared/real")  # freely licensed images of the developers, where they are there
+REAL = Path(__file__).parents[3] / "shared" / "real"  # freely licensed images beside the checkout, where they are there
 LEFT = {
     "placeholder_caption": [
         "nan, nan", "#N/A", "test caption", "(none)",
