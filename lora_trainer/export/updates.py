@@ -500,20 +500,19 @@ def update_of(tensors: Mapping[str, Tensor], alpha: float | None) -> FactorUpdat
     update = kind(tensors, alpha)
     if any(0 in each.shape for each in tensors.values()):
         raise ValueError("it is empty")
+    if unpaired := _needed(kind, tensors) ^ set(tensors):
+        raise ValueError(f"{kind.title} does not fit together ({', '.join(sorted(unpaired))})")
     try:
-        if update.rank < 1 or min(update.weight_shape) < 1:
-            raise IndexError
-        if _needed(kind, tensors) != set(tensors):
-            raise KeyError
+        shapes_fit = update.rank > 0 and min(update.weight_shape) > 0
+        # Computed without values: torch compares the shapes.
         with torch.device("meta"):
             shapes = {name: torch.empty(each.shape) for name, each in tensors.items()}
         replace(update, tensors=shapes, alpha=None).delta(torch.empty(update.weight_shape[0], 1, device="meta"))
-    except KeyError:
-        missing = sorted(_needed(kind, tensors) ^ set(tensors))
-        raise ValueError(f"{kind.title} does not fit together ({', '.join(missing)})") from None
     except (RuntimeError, IndexError, TypeError, ValueError):
+        shapes_fit = False
+    if not shapes_fit:
         shapes_shown = ", ".join(f"{name} {list(each.shape)}" for name, each in sorted(tensors.items()))
-        raise ValueError(f"its shapes do not fit ({shapes_shown})") from None
+        raise ValueError(f"its shapes do not fit ({shapes_shown})")
     return update
 
 

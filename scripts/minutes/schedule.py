@@ -171,7 +171,7 @@ def serve(pipe: Connection, order: Mapping[str, Any], log: str) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     threading.Thread(target=end_with_parent, daemon=True).start()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(order["environment"])
