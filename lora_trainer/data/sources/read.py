@@ -74,7 +74,7 @@ def _last_reason(reading: SourceReading) -> str:
     """Of what was found, or noted, the last: it was about the place that holds nothing."""
     if reading.findings:
         last = reading.findings[-1]
-        return f"{last.path} {last.message} {last.fix}"
+        return f"{last.path or ''} {last.message} {last.fix}".strip()
     return list(reading.notes)[-1] if reading.notes else "Name one that does."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +118,17 @@ def images_of(
     for name in texts.orphans:
         message = "is a caption without an image."
         reading.find("orphan_caption", "note", message, "Add the image or remove it.", path / name)
-    count_unread(path, texts.unread, reading)
+    count_unread(path, texts.unread, filter(is_image, spans), reading)
+
+    # `1.input.jpg` and `1.output.jpg` share `1.txt`, and so does a mask `1.mask.png`.
+    sharing = [stem for stem in main if stem not in texts.of and keys[stem].shared in texts.of]
+    counts = Counter(keys[stem].shared for stem in sharing)
+    for stem in sharing:
+        if (count := counts[keys[stem].shared]) > 1:
+            name = posixpath.basename(texts.of[keys[stem].shared][0].name)
+            message = f"is one of {count} images with the caption {name}."
+            fix = "If it is not meant for all, give each its own, and take out what is no sample: a mask, an input."
+            reading.find("shared_caption", "warning", message, fix, path / keys[stem].images[0][0])
 
     def read_text(name: str) -> bytes:
         if spans[name].size > MOST_CAPTION_BYTES:
