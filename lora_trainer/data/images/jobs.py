@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.data.images.damage import refuse_cut_off
 from lora_trainer.data.images.images import (
     BrokenImageError,
     header_of,
@@ -141,7 +142,14 @@ def _measured(path: Path, span: Span | None, content: str, *, is_mask: bool = Fa
         raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
         refuse_damaged_pixels(image)
-        return measure_mask(image) if is_mask else measure(image)
+        seen = measure_mask(image) if is_mask else measure(image)
+        refuse_cut_off(image, lambda: data or _bytes_of(path, span))
+        return seen
+
+
+def _bytes_of(path: Path, span: Span | None) -> bytes:
+    with open_bytes(path, span) as file:
+        return file.read()
 
 
 def write_gray_mask(what: tuple[str, str, str]) -> dict[str, Any]:
