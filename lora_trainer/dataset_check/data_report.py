@@ -238,6 +238,7 @@ MANY = {
     "over_compressed": "are compressed too far",
     "border": "have a border of one color",
     "animated": "have several frames",
+    "dark_depth": "use a small part of their 16 bits",
     "damaged_profile": "have a color profile that cannot be used",
     "wrong_ending": "have the ending of another format",
 }

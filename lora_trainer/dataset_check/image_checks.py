@@ -31,6 +31,7 @@ FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the back
 TRANSPARENT_AREA = 0.01
 BLACK, WHITE, FLAT_SPREAD = 2, 253, 0.5  # gray levels, 0 to 255
 VARIED_THUMB, SAME_THUMB = 48, 6  # gray levels between cells of 8×8 of a mask; and from those of its image
+DARK_PEAK = 64  # of 255; what no lamp and no sky of 16 bits stays below
 NO_MASK_CODES = ("colored_mask", "label_mask")
 OUTLINE_SEEN = 0.5  # of an outline on white; less is lost
 
@@ -303,6 +304,13 @@ def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: 
     if seen.frames > 1:
         message = f"has {seen.frames} frames; only the first is used."
         yield finding_of(sample, "animated", "note", message, "Save the frame that is meant.")
+    if seen.deep_peak < DARK_PEAK:
+        message = (
+            f"stores 16 bits of which its brightest value uses {(seen.deep_peak + 1) / 256:.0%}, as data of 10 or 12 bits do: it"
+            " is trained nearly black."
+        )
+        fix = "Multiply its values, by 16 for 12 bits, and save it again; leave it if it is meant to be dark."
+        yield finding_of(sample, "dark_depth", "warning", message, fix)
     if seen.colors == "damaged":
         message = "has a color profile that cannot be used; its colors are trained as sRGB's."
         yield finding_of(sample, "damaged_profile", "note", message, "Save it again as sRGB, if its colors look wrong.")

@@ -116,6 +116,7 @@ def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.I
             if image.width * image.height > MOST_PIXELS:
                 raise Image.DecompressionBombError
             scale_key(image)
+            forget_xmp(image)
             _refuse_misread_tiff(image)
             yield image
     except (BrokenImageError, RemoteError):  # a server that is away damages no image
@@ -183,14 +184,19 @@ def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation, 1 when there is none or it cannot be read. One that XMP alone states does not count: browsers,
     ImageMagick, libvips and OpenCV ignore it, and Pillow does not."""
-    image.info.pop("xmp", None)
-    image.info.pop("XML:com.adobe.xmp", None)
     try:
-        if isinstance(image, PngImageFile) and image.fp is not None and not has_words_after_pixels(image.fp):
-            return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
-        return int(image.getexif().get(ORIENTATION_TAG, 1))
+        if isinstance(image, PngImageFile) and image.fp is not None and has_words_after_pixels(image.fp):
+            image.load()
+        forget_xmp(image)
+        return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
     except Exception:  # noqa: BLE001 - damaged metadata must not cost a good image
         return 1
+
+
+def forget_xmp(image: Image.Image) -> None:
+    """Leave out XMP, whose orientation Pillow would follow: of a TIFF while it is loaded."""
+    for key in ("xmp", "XML:com.adobe.xmp"):
+        image.info.pop(key, None)
 
 
 def png_chunks(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
@@ -297,9 +303,11 @@ def deep_levels(image: Image.Image) -> NDArray[np.uint8]:
     values = np.asarray(image)
     if image.mode == "I":
         values = values.view(np.uint32)  # Pillow reads 32 bits without a sign into numbers with one
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(BITS_TAG) == (12,):
+        values = values * (65535 / 4095)
     levels = scale_deep(values)
-    tags = getattr(image, "tag_v2", None)
-    return levels if tags is None or tags.get(PHOTOMETRIC_TAG) != WHITE_IS_ZERO else 255 - levels
+    return 255 - levels if tags.get(PHOTOMETRIC_TAG) == WHITE_IS_ZERO else levels
 
 
 def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:

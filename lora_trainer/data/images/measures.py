@@ -89,6 +89,7 @@ class Seen:
     mirror_hash: int = 0  # the same of its mirror image
     thumb: bytes = b""  # 8×8 RGB
     edges: bytes = b""  # `edge_map` of its 64×64 copy
+    deep_peak: int = 255  # the brightest of its 8 bits, of an image that has 16 in its file
     turn: int = 1  # EXIF orientation that its pixels are turned by
     doubt: Doubt = ""  # of a mask
 
@@ -125,6 +126,8 @@ def measure(image: Image.Image) -> Seen:
     frames = 1 if kind == "MPO" else int(getattr(image, "n_frames", 1))
     quality = jpeg_quality(image)
     colors = colors_of(image)
+    # Pillow's names of how pixels are stored: `I;16B`, `RGB;16L`.
+    is_deep = any("16" in str(tile[3]) for tile in getattr(image, "tile", ()))
     image.load()
     shrink = max(1, -(-max(image.size) // SMALL_SIDE))
     alpha = measure_alpha(image, shrink)
@@ -157,6 +160,7 @@ def measure(image: Image.Image) -> Seen:
         thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
         edges=edge_map(cells),
         turn=orientation,
+        deep_peak=max(high for _, high in flat.getextrema()) if is_deep else 255,
     )
 
 
