@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,13 @@ def test_parts_of_a_split_that_are_trained_together_are_named(tmp_path: Path, dr
     assert codes(findings) == [("split_folders", "warning")]
     assert str(tmp_path / "train") in findings[0].fix
     assert read_manifest([source(tmp_path / "train", default_caption="a thing")])[1] == ()
+    for name in ("train-00.tar", "test-00.tar"):
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / "shards" / name, "w") as tar:
+            tar.add(tmp_path / "train" / "a.png", "a.png")
+    assert codes(read_manifest([source(tmp_path / "shards", default_caption="a thing")])[1]) == [
+        ("split_folders", "warning")
+    ]
 
 
 def test_what_other_programs_leave_beside_images_is_counted(tmp_path: Path, draw: Draw) -> None:

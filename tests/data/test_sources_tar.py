@@ -221,6 +221,12 @@ def test_images_of_a_tar_that_share_a_caption_are_named(tmp_path: Path) -> None:
     members |= {"4.CR2": b"x", "4.png": image(6), "4.txt": b"four"}
     manifest, findings = read_manifest([write_tar(tmp_path / "x.tar", members)])
     assert len(manifest.samples) == 6
+    aside = {"in/1.png": image(1), "in/1.txt": b"one", "in/1-masklabel.png": image(2), "masks/1.png": image(3)}
+    beside, named = read_manifest(
+        [write_tar(tmp_path / "aside.tar", aside | {"reg/9.png": image(4), "reg/9.txt": b"x"})]
+    )
+    assert [sample.path.name for sample in beside.samples] == ["1.png"]
+    assert sorted(finding.code for finding in named) == ["reg_folder", "side_folder"]
     assert {(finding.code, finding.severity, finding.path and finding.path.name) for finding in findings} == {
         ("shared_caption", "warning", name) for name in ("1.input.png", "1.output.png", "2.image.png", "2.mask.png")
     }

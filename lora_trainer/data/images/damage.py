@@ -12,6 +12,7 @@ import random
 import re
 import struct
 from collections.abc import Callable
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -28,16 +29,19 @@ FEWEST_MISSING, FULL = 2, 0.9  # pixels of a row; share of those that are there 
 SCAN, END, RESTARTS, INTERVAL = b"\xff\xda", b"\xff\xd9", rb"\xff[\xd0-\xd7]", 0xDD
 
 
-def refuse_cut_off(image: Image.Image, read: Callable[[], bytes]) -> None:
-    """Raise BrokenImageError for a decoded image whose end is missing. `read` returns the bytes of its file."""
+def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> None:
+    """Raise BrokenImageError for a decoded image whose end is missing. `open_again` opens the bytes of its file."""
+    data = b""
+    corner = image.crop((image.width - CORNER, image.height - CORNER, image.width, image.height))
+    is_jpeg = image.format in ("JPEG", "MPO")
+    is_gray = is_jpeg and set(np.unique(np.asarray(corner)).tolist()) <= set(GRAY)
+    if image.format in CODED_FORMATS or is_gray or (is_jpeg and "progressive" in image.info):
+        with open_again() as file:
+            data = file.read()
     is_cut = False
-    if image.format in ("JPEG", "MPO"):
-        corner = image.crop((image.width - CORNER, image.height - CORNER, image.width, image.height))
-        is_gray = set(np.unique(np.asarray(corner)).tolist()) <= set(GRAY)
-        if is_gray or "progressive" in image.info:
-            is_cut = _is_jpeg_cut(image, read(), corner)
-    elif image.format in CODED_FORMATS:
-        data = read()
+    if is_jpeg and data:
+        is_cut = _is_jpeg_cut(image, data, corner)
+    elif data:
         data = data[: _end_of(image.format, data)]
         zeros = len(data) - len(data.rstrip(b"\0"))
         is_cut = zeros > FEWEST_ZEROS + image.width * image.height / PIXELS_A_ZERO
@@ -88,7 +92,7 @@ def _lacks_scans(data: bytes, start: int, end: int) -> bool:
     return any(lacking.values())
 
 
-def _end_of(kind: str, data: bytes) -> int:
+def _end_of(kind: str | None, data: bytes) -> int:
     """Where a WebP or AVIF ends by what it says: zeros behind that are padding."""
     if kind == "WEBP":
         return 8 + int.from_bytes(data[4:8], "little")

@@ -143,13 +143,8 @@ def _measured(path: Path, span: Span | None, content: str, *, is_mask: bool = Fa
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
         refuse_damaged_pixels(image)
         seen = measure_mask(image) if is_mask else measure(image)
-        refuse_cut_off(image, lambda: data or _bytes_of(path, span))
+        refuse_cut_off(image, lambda: io.BytesIO(data) if data else open_bytes(path, span))
         return seen
-
-
-def _bytes_of(path: Path, span: Span | None) -> bytes:
-    with open_bytes(path, span) as file:
-        return file.read()
 
 
 def write_gray_mask(what: tuple[str, str, str]) -> dict[str, Any]:

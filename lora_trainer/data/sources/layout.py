@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_trainer.data.sources.found import SourceReading, SourceRequest
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.names import folded, stem_of
 
 KOHYA_FOLDER = re.compile(r"(0|[1-9]\d*)_(.*)")
@@ -126,10 +126,18 @@ def without_side_folders(
         else:
             message = f"{place}: {len(several)} images of a folder of this name are trained like the others."
             reading.find("side_folder", "warning", message, "Move it out of the data, or rename it if that is meant.")
-    outer = {folder.split("/")[0] for folder, _ in own}
-    splits = sorted(name for name in outer if name.lower() in SPLITS)
-    if len(splits) > 1:
-        message = f"{root}: {', '.join(splits)} are trained together."
-        first = min(splits, key=lambda name: not name.lower().startswith("train"))
-        reading.find("split_folders", "warning", message, f"Name one of them alone: --data {root / first}.")
     return [each for each in images if each not in left_out]
+
+
+def find_splits(root: Path, found: Iterable[FoundImage], reading: SourceReading) -> None:
+    """Name the folders and shards below a source that are parts of a split, such as `train` and `test-00000.parquet`."""
+    names = dict[str, str]()  # of each part, the first folder or shard
+    for each in found:
+        parts = each.path.relative_to(root).parts if each.path.is_relative_to(root) else ()
+        split = re.split(r"[-_.]", parts[0].lower())[0] if len(parts) > 1 else ""
+        if split in SPLITS:
+            names.setdefault(split, parts[0])
+    if len(names) > 1:
+        message = f"{root}: {', '.join(names.values())} are trained together."
+        first = min(names, key=lambda split: not split.startswith("train"))
+        reading.find("split_folders", "warning", message, f"Name one of them alone: --data {root / names[first]}.")

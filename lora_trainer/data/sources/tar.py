@@ -16,7 +16,8 @@ from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import TextFile, TextFiles, read_beside, sort_texts
 from lora_trainer.data.sources.folder import count_unread
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.names import NamedImages, is_image
+from lora_trainer.data.sources.layout import without_side_folders
+from lora_trainer.data.sources.names import CONDITION_LABEL, MASK_LABEL, NamedImages, is_image, masks_beside
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -112,6 +113,14 @@ def images_of(
         # `1.mask.png` beside `1.jpg` is a second image of its key, unless it has a text of its own.
         is_other = key.shared in keys and stem not in texts.of
         (others if is_other else main).append(stem)
+    # Masks and control images of the whole tar are no samples either.
+    names = {keys[stem].images[0][0]: stem for stem in main}
+    beside = [masks_beside(names, label) for label in (MASK_LABEL, CONDITION_LABEL)]
+    labeled = {name for by_image in beside for several in by_image.values() for name in several}
+    if labeled:
+        reading.note(f"{path}: {len(labeled)} masks and control images beside images are not used.")
+    members = [posixpath.split(name) for name in names if name not in labeled]
+    main = [names[posixpath.join(*member)] for member in without_side_folders(path, members, request, reading)]
     if others:
         first = keys[others[0]].images[0][0]
         reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
