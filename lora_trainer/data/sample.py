@@ -98,7 +98,8 @@ class Sample:
         mask = "" if self.mask is None else self.mask.content or "alpha"
         own = (self.content, self.caption, float(self.repeats), self.weight, self.regularization, mask)
         # Other pixels than those of the same bytes as they are stored: a program without the conversion trains others.
-        converted = [each.content for each in (self, *self.controls) if each.colors == "converted"]
+        converted = [self.content] if self.colors == "converted" else []
+        converted += [control.content for control in self.controls if control.colors == "converted"]
         return (*own, *(control.content for control in self.controls), *converted)
 
     @property

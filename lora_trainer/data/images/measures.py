@@ -160,7 +160,7 @@ def measure(image: Image.Image) -> Seen:
         thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
         edges=edge_map(cells),
         turn=orientation,
-        deep_peak=max(high for _, high in flat.getextrema()) if is_deep else 255,
+        deep_peak=int(np.asarray(flat.getextrema()).max()) if is_deep else 255,
     )
 
 
@@ -171,8 +171,8 @@ def measure_mask(image: Image.Image) -> Seen:
     doubt = doubt_of_mask(image, mask)
     turn = TURNS.get(orientation)
     seen = measure(mask if turn is None else mask.transpose(turn))
-    darkest, brightest = mask.getextrema()
-    return replace(seen, turn=orientation, doubt=doubt, alpha=(int(darkest), int(brightest)))
+    darkest, brightest = np.asarray(mask.getextrema()).tolist()
+    return replace(seen, turn=orientation, doubt=doubt, alpha=(darkest, brightest))
 
 
 def edge_map(cells: NDArray[np.uint8]) -> bytes:
