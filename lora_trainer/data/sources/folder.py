@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from lora_trainer.core.findings import counted
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import TextFiles, read_beside, reader_of, texts_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
@@ -37,8 +38,8 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
     """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
     if listing.in_icloud:
-        count, first = len(listing.in_icloud), listing.in_icloud[0]
-        message = f"{root}: {count} files are in iCloud, not downloaded to this disk (first: {first})."
+        count, first = counted(len(listing.in_icloud), "file"), listing.in_icloud[0]
+        message = f"{root}: {count} in iCloud, not downloaded to this disk (first: {first})."
         reading.find("not_downloaded", "warning", message, "Download them in the Finder, and run again.")
     texts = {folder: texts_beside(names, request) for folder, names in listing.names.items()}
     images = _images_of(listing, request, reading)
@@ -84,7 +85,9 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
 def count_unread(place: Path, names: Iterable[str], images: Iterable[str], reading: SourceReading) -> None:
     """Count files of a folder or a tar that are not read, and name the images among them, but for those that lie beside
     one of the same name that is read: `IMG_1.CR2` beside `IMG_1.JPG`."""
-    stems = {folded(stem_of(name)) for name in images}
+    names = list(names)
+    foreign = [name for name in names if ending_of(name) in FOREIGN_IMAGES]
+    stems = {folded(stem_of(name)) for name in images} if foreign else set[str]()
     for name in names:
         ending = ending_of(name)
         if ending in FOREIGN_IMAGES and folded(stem_of(name)) not in stems:

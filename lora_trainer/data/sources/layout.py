@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from lora_trainer.core.findings import counted
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.names import folded, stem_of
 
 KOHYA_FOLDER = re.compile(r"(0|[1-9]\d*)_(.*)")
-NUMBERED_FOLDER = re.compile(r"\d+_|\d{3}[A-Z0-9_]{5}$")
+NUMBERED_FOLDER = re.compile(r"\d+_")
 PADDED_FOLDER = re.compile(r"0\d")
 CAMERA_FOLDER = re.compile(r"[1-9]\d\d[A-Z0-9_]{5}")  # of DCIM: `100_PANA`
 MOST_REPEATS = 500  # a larger number is a resolution, a year or an id: `512_crops`, `2024_holiday`
@@ -97,34 +99,35 @@ def without_side_folders(
 
     Where all lie in such folders, they are what was named.
     """
-    own: list[tuple[str, str]] = []
+    sides = dict[str, str]()  # the folder of masks and so on that a folder is or lies in
+    for folder in dict.fromkeys(folder for folder, _ in images):
+        inner = folder.split("/")
+        named = [part.lower() in SIDE_FOLDERS or part.lower() in REG_FOLDERS for part in inner]
+        sides[folder] = "/".join(inner[: named.index(True) + 1]) if any(named) else ""
+    if all(sides.values()) or not any(sides.values()):
+        return images
+    stems = {folded(each) for folder, name in images if not sides[folder] for each in (name, stem_of(name))}
     aside: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for folder, name in images:
-        inner = folder.split("/") if folder else []
-        named = [part for part in inner if part.lower() in SIDE_FOLDERS or part.lower() in REG_FOLDERS]
-        if named:
-            aside["/".join(inner[: inner.index(named[0]) + 1])].append((folder, name))
-        else:
-            own.append((folder, name))
-    if not own:
-        return images
-    stems = {folded(each) for _, name in own for each in (name, stem_of(name))}
+        if sides[folder]:
+            aside[sides[folder]].append((folder, name))
     left_out: set[tuple[str, str]] = set()
     for folder, several in aside.items():
         place = root / folder
+        count = counted(len(several), "image")
         if place.name.lower() in REG_FOLDERS:
             if not request.section.is_reg:
-                message = f"{place}: {len(several)} images of a folder of regularization images are not trained."
-                fix = f'Make it a source: path = "{folder}", is_reg = true. To train it like the others, rename it.'
+                message = f"{place}: {count} not trained: the folder is named as one of regularization images."
+                fix = f'Make it a source: path = "{place}", is_reg = true. To train it like the others, rename it.'
                 reading.find("reg_folder", "warning", message, fix)
                 left_out.update(several)
         elif all(folded(stem_of(name)) in stems for _, name in several):
-            message = f"{place}: {len(several)} images have the names of other images, and are not trained."
-            fix = "Name the folder as masks or as control_images of the source. To train it like the others, rename it."
+            message = f"{place}: {count} not trained: the folder is named as one of masks or control images, and they as other images."
+            fix = f'Set masks or control_images of the source to "{place}". To train it like the others, rename it.'
             reading.find("side_folder", "warning", message, fix)
             left_out.update(several)
         else:
-            message = f"{place}: {len(several)} images of a folder of this name are trained like the others."
+            message = f"{place}: {count} trained like the others, though the folder is named as one of masks or control images."
             reading.find("side_folder", "warning", message, "Move it out of the data, or rename it if that is meant.")
     return [each for each in images if each not in left_out]
 
@@ -132,11 +135,15 @@ def without_side_folders(
 def find_splits(root: Path, found: Iterable[FoundImage], reading: SourceReading) -> None:
     """Name the folders and shards below a source that are parts of a split, such as `train` and `test-00000.parquet`."""
     names = dict[str, str]()  # of each part, the first folder or shard
+    before = os.path.join(root, "")
     for each in found:
-        parts = each.path.relative_to(root).parts if each.path.is_relative_to(root) else ()
-        split = re.split(r"[-_.]", parts[0].lower())[0] if len(parts) > 1 else ""
+        path = str(each.path)
+        name, inside, _ = path[len(before) :].partition(os.sep)
+        if not (inside and path.startswith(before)):
+            continue
+        split = re.split(r"[-_.]", name.lower(), maxsplit=1)[0]
         if split in SPLITS:
-            names.setdefault(split, parts[0])
+            names.setdefault(split, name)
     if len(names) > 1:
         message = f"{root}: {', '.join(names.values())} are trained together."
         first = min(names, key=lambda split: not split.startswith("train"))
