@@ -239,7 +239,7 @@ def test_a_subject_that_is_white_on_nothing_is_found(tmp_path: Path) -> None:
 
 # Masks that mean what was painted, however they were made
 
-WIDE = 160
+WIDE = 128
 
 
 def disk(blur: float = 0.0, levels: tuple[int, int] = (0, 255), scale: int = 1) -> Image.Image:
