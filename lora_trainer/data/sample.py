@@ -97,7 +97,10 @@ class Sample:
         """What the sample is, wherever it lies and whatever it is called; as what it is ordered by."""
         mask = "" if self.mask is None else self.mask.content or "alpha"
         own = (self.content, self.caption, float(self.repeats), self.weight, self.regularization, mask)
-        return (*own, *(control.content for control in self.controls))
+        # Other pixels than those of the same bytes as they are stored: a program without the conversion trains others.
+        converted = [self.content] if self.colors == "converted" else []
+        converted += [control.content for control in self.controls if control.colors == "converted"]
+        return (*own, *(control.content for control in self.controls), *converted)
 
     @property
     def id(self) -> str:
@@ -114,7 +117,7 @@ class Manifest:
 
     @property
     def data_hash(self) -> str:
-        """Changes when an image, a caption, a mask, a control image, a repeat count or a weight changes; names and places
-        do not count."""
+        """Changes when an image, a caption, a mask, a control image, a repeat count, a weight or the conversion of an image's
+        colors changes; names and places do not count."""
         rows = sorted(sample.facts for sample in self.samples)
         return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode("ascii")).hexdigest()

@@ -24,8 +24,8 @@ from lora_trainer.data.images.remote import shown_place
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.manifest import request_source
 from lora_trainer.data.sample import Manifest, Sample
-from lora_trainer.data.sources.folder import KOHYA_FOLDER
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
+from lora_trainer.data.sources.layout import kohya_name
 from lora_trainer.data.sources.names import CLEAN_COPY_RECORD, MASK_LABEL, folded
 from lora_trainer.data.sources.places import common_root, place_from, places_of
 from lora_trainer.data.views import Framing
@@ -152,7 +152,7 @@ def _lots(request: Sequence[SourceRequest], places: Sequence[Sequence[Path]], ma
         root, count = name, 2
         while root.casefold() in names and first[number] == number:
             root, count = f"{count}/{name}", count + 1
-        if len(set(first)) == 1 and not KOHYA_FOLDER.fullmatch(name):
+        if len(set(first)) == 1 and kohya_name(name) is None:
             root = "."
         if first[number] != number:
             root = lots[first[number]].root
@@ -308,6 +308,6 @@ class _Writer:
 
 def _kohya_caption(name: str) -> str | None:
     for part in reversed(Path(name).parent.parts):
-        if match := KOHYA_FOLDER.fullmatch(part):
-            return match[2].strip()
+        if (kohya := kohya_name(part)) is not None:
+            return kohya[1]
     return None

@@ -7,9 +7,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+from PIL import Image
+
 from lora_trainer.core.findings import Finding, Severity
-from lora_trainer.data.buckets import ResizeCrop
-from lora_trainer.data.images.images import ENDINGS_OF_FORMAT
+from lora_trainer.data.buckets import ResizeCrop, has_other_shape
+from lora_trainer.data.images.images import ENDINGS_OF_FORMAT, SIDEWAYS
+from lora_trainer.data.images.masks import DARK_LEVEL
 from lora_trainer.data.images.measures import Seen
 from lora_trainer.data.sample import Sample
 from lora_trainer.dataset_check.context import Check, CheckContext, beside
@@ -26,6 +30,9 @@ BORDER_AREA = 0.03  # share of the image
 FRAME_SIDE = 0.15  # a frame broader than this share of the side may be the background of something square
 TRANSPARENT_AREA = 0.01
 BLACK, WHITE, FLAT_SPREAD = 2, 253, 0.5  # gray levels, 0 to 255
+VARIED_THUMB, SAME_THUMB = 48, 6  # gray levels between cells of 8×8 of a mask; and from those of its image
+DARK_PEAK = 64  # of 255; what no lamp and no sky of 16 bits stays below
+NO_MASK_CODES = ("colored_mask", "label_mask")
 OUTLINE_SEEN = 0.5  # of an outline on white; less is lost
 
 READING_CODES = frozenset(
@@ -34,9 +41,17 @@ READING_CODES = frozenset(
         "too_large",
         "damaged_tar",
         "two_images",
+        "not_downloaded",
+        "numbered_folder",
+        "mixed_folders",
+        "side_folder",
+        "reg_folder",
+        "split_folders",
         "missing_mask",
         "two_masks",
         "shared_mask",
+        "orphan_mask",
+        "orphan_control",
         "mask_differs",
         "unreadable_mask",
         "missing_control",
@@ -163,30 +178,82 @@ def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen:
     yield from _of_mask(context, sample, seen)
 
 
+# What is wrong with a mask, by its code: how bad it is, the message and the fix.
+MASK_FINDINGS: dict[str, tuple[Severity, str, str]] = {
+    "ambiguous_mask": (
+        "warning",
+        "has a mask whose opacity and colors could both be meant; its opacity is used.",
+        "Save it as gray without transparency. What ComfyUI writes (clipspace) is transparent where it was painted.",
+    ),
+    "photo_mask": (
+        "warning",
+        "has a mask that is an image itself: it counts where that is bright.",
+        "Name the folder of masks: white where the image counts, black elsewhere.",
+    ),
+    "dark_mask": (
+        "warning",
+        "has a mask whose brightest value is {brightest} of 255: nothing counts in full.",
+        "Scale it so that what is to be learned is white (255), unless that is meant.",
+    ),
+    "turned_mask": (
+        "note",
+        "has an EXIF orientation that its mask has not, or otherwise; both ways fit its shape.",
+        "See that the mask covers the image as it is seen: what EXIF says is applied to both.",
+    ),
+    "black_mask": (
+        "warning",
+        "has a mask that is black everywhere: nothing of it is learned.",
+        "Paint white (255) what is to be learned, or remove the image.",
+    ),
+    "white_mask": (
+        "warning",
+        "has a mask that is white everywhere: all of it is trained on.",
+        "Paint black what is not to be learned, or move the image to a source without masks.",
+    ),
+}
+
+
 def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Finding]:
-    """A mask that cannot be decoded, leaves nothing to learn, or leaves nothing out."""
+    """A mask that cannot be decoded, leaves nothing to learn, leaves nothing out, or is doubtful."""
     if sample.mask is None:
         return
     mask = context.masks.get(sample.mask.content)
     if mask is not None and mask.broken is not None:
-        message, fix = f"has a mask that {mask.broken[1]}", mask.broken[2]
-        yield finding_of(sample, "unreadable_mask", "error", message, fix)
+        code, message, fix = mask.broken
+        code = code if code in NO_MASK_CODES else "unreadable_mask"
+        yield finding_of(sample, code, "error", f"has a mask that {message}", fix)
         return
-    levels = seen.alpha
-    if mask is not None:
-        is_flat = mask.thumb and mask.spread < FLAT_SPREAD
-        levels = (min(mask.thumb), max(mask.thumb)) if is_flat else None
-    if levels is None:
+    levels = seen.alpha if mask is None else mask.alpha
+    if levels is None:  # not decoded
         return
-    darkest, brightest = levels
-    if brightest <= BLACK:
-        message = "has a mask that is black everywhere: nothing of it is learned."
-        fix = "Paint white what is to be learned, or remove the image."
-        yield finding_of(sample, "black_mask", "warning", message, fix)
-    if darkest >= WHITE:
-        message = "has a mask that is white everywhere: all of it is trained on."
-        fix = "Paint black what is not to be learned, or move the image to a source without masks."
-        yield finding_of(sample, "white_mask", "warning", message, fix)
+    codes = [] if mask is None else _doubts_of(mask, sample, seen)
+    if mask is None and levels[0] < levels[1] and BLACK < levels[1] < DARK_LEVEL:
+        codes.append("dark_mask")
+    if mask is not None and mask.spread < FLAT_SPREAD:
+        levels = (min(mask.thumb), max(mask.thumb))
+    if levels[1] <= BLACK:
+        codes.append("black_mask")
+    if levels[0] >= WHITE:
+        codes.append("white_mask")
+    for code in codes:
+        severity, message, fix = MASK_FINDINGS[code]
+        yield finding_of(sample, code, severity, message.format(brightest=levels[1]), fix)
+
+
+def _doubts_of(mask: Seen, sample: Sample, seen: Seen) -> list[str]:
+    """The codes of what is doubtful about a mask's file, by itself and beside its image."""
+    codes: list[str] = [mask.doubt] if mask.doubt else []
+    # The image itself in gray, by the 8×8 copies of both.
+    colors = np.frombuffer(seen.thumb, dtype=np.uint8).reshape(1, -1, 3)
+    gray = np.asarray(Image.fromarray(colors).convert("L"), dtype=np.int16)[0]
+    own = np.frombuffer(mask.thumb, dtype=np.uint8).reshape(-1, 3)[:, 0].astype(np.int16)
+    if not codes and np.ptp(own) > VARIED_THUMB and np.abs(own - gray).max() <= SAME_THUMB:
+        codes.append("photo_mask")
+    if mask.turn != seen.turn:
+        is_square = not has_other_shape((sample.width, sample.height), (sample.height, sample.width))
+        if is_square or (mask.turn in SIDEWAYS) == (seen.turn in SIDEWAYS):
+            codes.append("turned_mask")
+    return codes
 
 
 @of_each
@@ -237,6 +304,13 @@ def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: 
     if seen.frames > 1:
         message = f"has {seen.frames} frames; only the first is used."
         yield finding_of(sample, "animated", "note", message, "Save the frame that is meant.")
+    if seen.deep_peak < DARK_PEAK:
+        message = (
+            f"stores 16 bits of which its brightest value uses {(seen.deep_peak + 1) / 256:.0%}, as data of 10 or 12 bits do: it"
+            " is trained nearly black."
+        )
+        fix = "Multiply its values, by 16 for 12 bits, and save it again; leave it if it is meant to be dark."
+        yield finding_of(sample, "dark_depth", "warning", message, fix)
     if seen.colors == "damaged":
         message = "has a color profile that cannot be used; its colors are trained as sRGB's."
         yield finding_of(sample, "damaged_profile", "note", message, "Save it again as sRGB, if its colors look wrong.")

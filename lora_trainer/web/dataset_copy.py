@@ -24,7 +24,7 @@ from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, Use
 from lora_trainer.core.io import remove_abandoned, write_text
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Sample, Span
-from lora_trainer.data.sources.folder import KOHYA_FOLDER
+from lora_trainer.data.sources.layout import kohya_name
 from lora_trainer.data.sources.names import MASK_LABEL, SETTINGS_FILE, folded
 from lora_trainer.run.inputs import data_in_use
 from lora_trainer.web.dataset_reader import DatasetReading, read_samples
@@ -82,7 +82,7 @@ class CopyWriter:
         copy_bytes(sample.path, sample.span, place)
         # A folder's name stays, and with it the captions that are in it.
         folders = place.parent.relative_to(self.target).parts
-        if sample.caption and (sample.own_caption or not any(KOHYA_FOLDER.fullmatch(each) for each in folders)):
+        if sample.caption and (sample.own_caption or all(kohya_name(each) is None for each in folders)):
             place.with_suffix(".txt").write_text(sample.caption + "\n", encoding="utf-8")
             self.captions += 1
         mask = sample.mask.path if sample.mask is not None else self.found.around.mask_beside(sample.path)
@@ -105,9 +105,9 @@ class CopyWriter:
         repeats = self.found.sources[sample.source].repeats
         name = base.stem if base.is_file() else base.name
         if repeats is not None and repeats >= 1 and repeats == int(repeats) and (repeats != 1 or len(sources) > 1):
-            kohya = KOHYA_FOLDER.fullmatch(name)
-            parts.insert(0, f"{int(repeats)}_{name if kohya is None else kohya[2]}")
-        elif len(sources) > 1 or KOHYA_FOLDER.fullmatch(name):
+            kohya = kohya_name(name)
+            parts.insert(0, f"{int(repeats)}_{name if kohya is None else kohya[1]}")
+        elif len(sources) > 1 or kohya_name(name) is not None:
             parts.insert(0, name)
         path, number = Path(*parts), 2
         while folded(path.with_suffix("").as_posix()) in self.taken:

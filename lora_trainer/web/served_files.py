@@ -14,7 +14,8 @@ from starlette.responses import FileResponse
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import atomic_path
-from lora_trainer.data.images.images import TURNS, BrokenImageError, opened, orientation_of, to_mask, to_rgb
+from lora_trainer.data.images.images import TURNS, BrokenImageError, opened, orientation_of, to_rgb
+from lora_trainer.data.images.masks import to_mask
 from lora_trainer.data.sample import Span
 from lora_trainer.web.safety import Refusal
 

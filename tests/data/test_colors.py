@@ -28,6 +28,7 @@ from lora_trainer.data.views import Framing, View
 from lora_trainer.dataset_check import DatasetGate, check_dataset
 from lora_trainer.dataset_check.fixes import fix_image
 from lora_trainer.web.served_files import small_copy
+from tests.data.conftest import noise_image
 from tests.data.profiles import (
     ADOBE,
     D65_XY,
@@ -348,3 +349,15 @@ def test_measures_outlive_the_first_layout_of_the_file(tmp_path: Path) -> None:
     with remembered(tmp_path) as store:
         assert store.measures(["aa" * 32], 5) == {"aa" * 32: "kept"}
         assert store.headers([FilePlace(b"a", 0, -1)]) == {}
+
+
+def test_the_hash_of_the_data_names_the_conversion(tmp_path: Path) -> None:
+    """The bytes are the same, the pixels that are trained are not."""
+    noise_image(32, 32, 1).save(tmp_path / "plain.png")
+    noise_image(32, 32, 2).save(tmp_path / "wide.png", icc_profile=rgb_profile(PROPHOTO))
+    manifest, _ = read_manifest([tmp_path], allow_missing_captions=True)
+    assert [sample.colors for sample in manifest.samples] == ["", "converted"]
+    plain, wide = (replace(manifest, samples=(sample,)) for sample in manifest.samples)
+    unconverted = [replace(each, samples=(replace(each.samples[0], colors=""),)) for each in (plain, wide)]
+    assert plain.data_hash == unconverted[0].data_hash
+    assert wide.data_hash != unconverted[1].data_hash

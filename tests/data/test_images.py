@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from PIL.PngImagePlugin import PngImageFile
+from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.images.images import BrokenImageError, header_of, load_rgb, read_header
 from lora_trainer.data.images.render import render
 from lora_trainer.data.images.spans import content_of
+from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Span
-from lora_trainer.data.views import View
+from lora_trainer.data.views import Framing, View
+from lora_trainer.dataset_check import DatasetGate, check_dataset
 from tests.data.conftest import noise_image
 
 # Left half dark, right half bright, upper edge wider than high: every turn shows.
@@ -206,3 +210,95 @@ def test_an_image_inside_a_larger_file(tmp_path: Path) -> None:
     assert content_of(named, span) == content_of(path, None)
     with pytest.raises(BrokenImageError):
         load_rgb(named, Span(tmp_path / "all.bin", 42, len(data) - 500))
+
+
+def tiff(values: np.ndarray, photometric: int = 1, sample_format: int = 1, planar: int = 1) -> bytes:
+    """An uncompressed TIFF of gray [H, W] or colors [H, W, C], in the byte order of the values."""
+    order = ">" if values.dtype.byteorder == ">" else "<"
+    height, width = values.shape[:2]
+    bands = 1 if values.ndim == 2 else values.shape[2]
+    data = (np.moveaxis(values, 2, 0) if planar == 2 else values).tobytes()
+    planes, start = (bands, 400) if planar == 2 else (1, 400)
+    places = [start + number * len(data) // planes for number in range(planes)]
+    bits = [values.dtype.itemsize * 8] * bands
+    tags = [(256, "H", [width]), (257, "H", [height]), (258, "H", bits), (259, "H", [1]), (262, "H", [photometric])]
+    tags += [(273, "I", places), (277, "H", [bands]), (278, "I", [height]), (279, "I", [len(data) // planes] * planes)]
+    tags += [(284, "H", [planar]), (339, "H", [sample_format] * bands)]
+    entries, beside = b"", b""
+    for tag, kind, numbers in tags:
+        packed = struct.pack(f"{order}{len(numbers)}{kind}", *numbers)
+        if len(packed) > 4:
+            place = struct.pack(f"{order}I", 300 + len(beside))
+            beside, packed = beside + packed, place
+        entries += struct.pack(f"{order}HHI", tag, {"H": 3, "I": 4}[kind], len(numbers)) + packed.ljust(4, b"\0")
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(tags)) + entries + bytes(4)
+    return (head.ljust(300, b"\0") + beside).ljust(start, b"\0") + data
+
+
+RAMP = np.linspace(0.0, 1.0, 16).reshape(4, 4)
+SHADES = np.rint(RAMP * 255).astype(int)
+PLANES = np.stack([RAMP, 1.0 - RAMP, RAMP], axis=2)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_gray_of_many_bits_keeps_its_values_or_is_refused(tmp_path: Path, order: str) -> None:
+    """Each with the right shades, or an error that says what it is."""
+    files = {
+        "gray": tiff((RAMP * 65535).astype(f"{order}u2")),
+        "white_is_zero": tiff((RAMP[::-1, ::-1] * 65535).astype(f"{order}u2"), photometric=0),
+        "float_white_is_zero": tiff((1.0 - RAMP).astype(f"{order}f4"), photometric=0, sample_format=3),
+        "unsigned_32": tiff((RAMP * (2**32 - 1)).astype(f"{order}u4")),
+        "signed_16": tiff((RAMP * 32767).astype(f"{order}i2"), sample_format=2),
+        "signed_32": tiff((RAMP * (2**31 - 1)).astype(f"{order}i4"), sample_format=2),
+        "planes_16": tiff((PLANES * 65535).astype(f"{order}u2"), photometric=2, planar=2),
+        "colors_16": tiff((PLANES * 65535).astype(f"{order}u2"), photometric=2),
+        "planes_8": tiff((PLANES * 255).round().astype("u1"), photometric=2, planar=2),
+    }
+    refused = {"signed_16", "signed_32", "planes_16"} | ({"white_is_zero", "unsigned_32"} if order == ">" else set())
+    for name, data in files.items():
+        path = tmp_path / f"{name}.tif"
+        path.write_bytes(data)
+        if name in refused:
+            with pytest.raises(BrokenImageError) as error:
+                read_header(path)
+            assert "TIFF" in error.value.message
+            assert "8 bits" in error.value.fix
+        else:
+            assert np.abs(np.asarray(load_rgb(path), dtype=int)[..., 0] - SHADES).max() <= 1, name
+
+
+def test_a_16_bit_image_of_12_bit_data_is_named(tmp_path: Path) -> None:
+    peaks = {"full.png": 65535, "dark.png": 12000}
+    for name, peak in {**peaks, "twelve.png": 4095, "ten.tif": 1023}.items():
+        pixels = np.random.default_rng(len(name)).integers(0, peak + 1, (64, 64))
+        pixels[0, 0] = peak * (5 if name == "dark.png" else 1)  # a lamp at night
+        Image.fromarray(pixels.astype(np.uint16)).save(tmp_path / name)
+    manifest, findings = read_manifest([tmp_path], allow_missing_captions=True)
+    report = check_dataset(manifest, findings, DatasetGate([Framing((64,), 16)]))
+    named = {(each.path.name, each.severity) for each in report.findings if each.path and each.code == "dark_depth"}
+    assert named == {("twelve.png", "warning"), ("ten.tif", "warning")}
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "avif", "tif"])
+def test_an_orientation_that_only_xmp_states_turns_nothing(tmp_path: Path, ending: str) -> None:
+    """As in browsers. That of EXIF counts whatever XMP says."""
+    path = tmp_path / f"turned.{ending}"
+    options: dict[str, Any] = {"xmp": XMP}
+    if ending == "png":
+        options = {"pnginfo": PngInfo()}
+        options["pnginfo"].add_itxt("XML:com.adobe.xmp", XMP.decode())
+    Image.fromarray(LANDSCAPE).save(path, **options)
+    if ending == "tif":
+        options = {"tiffinfo": {700: XMP}}
+        Image.fromarray(LANDSCAPE).save(path, **options)
+    assert b"Orientation" in path.read_bytes()
+    assert load_rgb(path).size == read_header(path) == (40, 20)
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    if ending == "tif":
+        options, exif[700] = {}, XMP
+    Image.fromarray(LANDSCAPE).save(path, exif=exif, **options)
+    assert load_rgb(path).size == read_header(path) == (20, 40)

@@ -91,9 +91,13 @@ def test_kohya_folders_give_repeats_and_captions(tmp_path: Path, draw: Draw) -> 
         "d.png": ("a thing", 1),
         "f.png": ("a thing", 1),
     }
-    assert findings == ()
-    assert any("2024" in note for note in manifest.notes)
-    assert any("loose" in note for note in manifest.notes)
+    named = {finding.code: finding for finding in findings}
+    assert {code: finding.severity for code, finding in named.items()} == {
+        "numbered_folder": "note",
+        "mixed_folders": "warning",
+    }
+    assert "2024_holiday" in named["numbered_folder"].message
+    assert "loose" in named["mixed_folders"].message
     assert any("0 repeats" in note for note in manifest.notes)
 
 

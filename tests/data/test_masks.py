@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tarfile
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from lora_trainer.config.schema import SourceSection
+from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.caches.cache import CachePlan, fill_latents, plan_latents
 from lora_trainer.data.caches.store import Store
-from lora_trainer.data.images.images import load_mask
+from lora_trainer.data.images.masks import load_mask
 from lora_trainer.data.images.pixels import read_mask
 from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.loader import masks_of
@@ -26,6 +28,7 @@ from lora_trainer.data.sample import Mask
 from lora_trainer.data.views import Framing, View, views_of
 from lora_trainer.dataset_check import DatasetGate, check_dataset
 from tests.data.conftest import Draw, noise_image
+from tests.data.drawings import photo
 from tests.data.profiles import PROPHOTO, gray_profile, rgb_profile
 from tests.data.test_cache import encode_image, fill
 
@@ -207,7 +210,9 @@ def test_masks_that_leave_nothing_out_are_found(tmp_path: Path, draw: Draw) -> N
     of_masks = {
         (each.path.stem, each.code, each.severity) for each in report.findings if each.path and "_mask" in each.code
     }
-    assert of_masks == {(name, "white_mask", "warning") for name in (*white, "own")}
+    # A cut-out whose background is still there below its transparency may be meant the other way, as ComfyUI writes it.
+    hidden = {("cut-out_good", "ambiguous_mask", "warning")}
+    assert of_masks == hidden | {(name, "white_mask", "warning") for name in (*white, "own")}
 
 
 def test_a_subject_that_is_white_on_nothing_is_found(tmp_path: Path) -> None:
@@ -230,3 +235,128 @@ def test_a_subject_that_is_white_on_nothing_is_found(tmp_path: Path) -> None:
 
     assert found() == {("ghost", "note"), ("egg", "note")}
     assert found(masks="alpha") == set()
+
+
+# Masks that mean what was painted, however they were made
+
+WIDE = 128
+
+
+def disk(blur: float = 0.0, levels: tuple[int, int] = (0, 255), scale: int = 1) -> Image.Image:
+    side = WIDE * scale
+    yy, xx = np.mgrid[0:side, 0:side]
+    inside = (xx - side / 2) ** 2 + (yy - side / 2) ** 2 < (side / 3) ** 2
+    mask = Image.fromarray(np.where(inside, levels[1], levels[0]).astype(np.uint8))
+    return mask.resize((WIDE, WIDE), Image.Resampling.LANCZOS).filter(ImageFilter.GaussianBlur(blur))
+
+
+def jpeg(image: Image.Image, quality: int) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return Image.open(file)
+
+
+def depth() -> Image.Image:
+    """Nearer below, with two things in front, never white."""
+    levels = np.linspace(20, 150, WIDE)[:, None].repeat(WIDE, 1)
+    levels[40:120, 50:70] += 40
+    levels[60:150, 100:130] += 25
+    return Image.fromarray(levels.astype(np.uint8))
+
+
+def colors(mask: Image.Image, outside: str, inside: str) -> Image.Image:
+    image = Image.new("RGB", mask.size, outside)
+    image.paste(Image.new("RGB", mask.size, inside), (0, 0), mask)
+    return image
+
+
+def with_opacity(image: Image.Image, opacity: Image.Image) -> Image.Image:
+    image = image.convert("RGB")
+    image.putalpha(opacity)
+    return image
+
+
+def labels(*values: int) -> Image.Image:
+    return Image.fromarray(np.array(values, dtype=np.uint8).repeat(WIDE // len(values))[:, None].repeat(WIDE, 1))
+
+
+def voc() -> Image.Image:
+    image = labels(0, 1, 15)
+    image.putpalette([0, 0, 0, 128, 0, 0, *[0] * 39, 192, 128, 128])
+    return image
+
+
+GOOD_MASKS: dict[str, Callable[[], Image.Image]] = {
+    "antialiased": lambda: disk(scale=4),
+    "feathered": lambda: disk(6),
+    "blurred": lambda: disk(25),
+    "depth": depth,
+    "jpeg_95": lambda: jpeg(disk(), 95),
+    "jpeg_30": lambda: jpeg(disk(), 30),
+    "jpeg_in_color": lambda: jpeg(disk().convert("RGB"), 60),
+    "soft_floor": lambda: disk(8, (60, 255)),
+    "one_bit": lambda: disk().convert("1"),
+    "palette_of_gray": lambda: disk().convert("P"),
+    "drawing": lambda: with_opacity(disk().convert("RGB"), disk(scale=4)),
+    "drawing_in_color": lambda: with_opacity(Image.new("RGB", (WIDE, WIDE), "red"), disk(6)),
+    "clean_cut_out": lambda: with_opacity(colors(disk(), "black", "teal"), disk()),
+}
+BAD_MASKS: dict[str, tuple[Callable[[], Image.Image], str, str]] = {
+    "labels_0_7": (lambda: labels(0, 7), "label_mask", "error"),
+    "trimap_1_2_3": (lambda: labels(2, 1, 3), "label_mask", "error"),
+    "labels_and_void": (lambda: labels(0, 0, 15, 15, 15, 15, 15, 255), "label_mask", "error"),
+    "labels_0_1_2": (lambda: labels(0, 1, 2), "black_mask", "warning"),
+    "palette_of_classes": (voc, "colored_mask", "error"),
+    "red_on_white": (lambda: colors(disk(), "white", "red"), "colored_mask", "error"),
+    "photo": (lambda: photo(WIDE, WIDE, 40), "colored_mask", "error"),
+    "overlay": (lambda: Image.blend(photo(WIDE, WIDE, 41), colors(disk(), "black", "red"), 0.4), "colored_mask", "error"),
+    "gray_photo": (lambda: noise_image(WIDE, WIDE, 42).convert("L"), "photo_mask", "warning"),
+    "half_gray": (lambda: disk(levels=(0, 128)), "dark_mask", "warning"),
+    "half_clear": (lambda: with_opacity(disk(), disk(levels=(0, 128))), "dark_mask", "warning"),
+    "clipspace": (lambda: with_opacity(noise_image(WIDE, WIDE, 43), disk()), "ambiguous_mask", "warning"),
+    "both": (lambda: with_opacity(labels(0, 255, 255, 0), disk()), "ambiguous_mask", "warning"),
+}  # fmt: skip
+
+
+def test_files_that_can_be_no_mask_are_found_and_others_are_not(tmp_path: Path, draw: Draw) -> None:
+    folder, masks = tmp_path / "data", tmp_path / "masks"
+    masks.mkdir()
+    made = GOOD_MASKS | {name: make for name, (make, _, _) in BAD_MASKS.items()}
+    for seed, (name, make) in enumerate(made.items()):
+        draw(folder / f"{name}.png", WIDE, WIDE, seed=seed)
+        make().save(masks / f"{name}.{'jpg' if name.startswith('jpeg') else 'png'}", quality=90)
+    # Its own image in gray, without a photograph's texture.
+    flat = colors(disk(3), "#ffd0d0", "#203040")
+    flat.save(draw(folder / "itself.png"))
+    flat.convert("L").save(masks / "itself.png")
+    manifest, findings = read_manifest([SourceSection(path=str(folder), masks=str(masks))])
+    report = check_dataset(manifest, findings, DatasetGate([Framing((128,), 16)]))
+    of_masks = {
+        each.path.stem: (each.code, each.severity) for each in report.findings if each.path and "_mask" in each.code
+    }
+    assert of_masks == {name: (code, severity) for name, (_, code, severity) in BAD_MASKS.items()} | {
+        "itself": ("photo_mask", "warning")
+    }
+    # Nothing trains or shows what the check refuses.
+    for sample in manifest.samples:
+        if of_masks.get(sample.path.stem, ("", ""))[1] == "error":
+            with pytest.raises(DatasetRefused):
+                read_mask(sample, View(fit_to(WIDE, WIDE, Bucket(WIDE, WIDE))))
+
+
+def test_a_turn_that_only_the_image_has_is_noted_where_its_mask_fits_both_ways(tmp_path: Path, draw: Draw) -> None:
+    folder, masks = tmp_path / "data", tmp_path / "masks"
+    masks.mkdir()
+    for seed, (name, orientation, of_mask, width) in enumerate(
+        [("down", 3, 1, 80), ("square", 6, 1, 64), ("both", 3, 3, 80), ("beside", 6, 1, 80), ("plain", 1, 1, 80)]
+    ):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        noise_image(width, 64, seed).save(draw(folder / f"{name}.png"), exif=exif)
+        size = (64, width) if orientation == 6 else (width, 64)
+        exif[0x0112] = of_mask
+        disk().resize(size).save(masks / f"{name}.png", exif=exif)
+    manifest, findings = read_manifest([SourceSection(path=str(folder), masks=str(masks))])
+    report = check_dataset(manifest, findings, DatasetGate([Framing((64,), 16)]))
+    turned = {(each.path.stem, each.severity) for each in report.findings if each.path and each.code == "turned_mask"}
+    assert turned == {("down", "note"), ("square", "note")}

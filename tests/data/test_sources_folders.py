@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,103 @@ def test_a_row_of_csv_with_too_many_cells_is_a_bad_line(tmp_path: Path, draw: Dr
     assert codes(findings) == [("bad_metadata", "error")]
     assert "line 3" in findings[0].message
     assert findings[0].path == tmp_path / "metadata.csv"
+
+
+def read_folders(root: Path, draw: Draw, *names: str, **settings: Any) -> tuple[Manifest, tuple[Finding, ...]]:
+    """A source of one image in each folder, none with a caption of its own."""
+    for seed, name in enumerate(names):
+        draw(root / name, seed=seed, caption=None)
+    return read_manifest([source(root, **settings)], allow_missing_captions=True)
+
+
+def repeats_of(manifest: Manifest, root: Path) -> dict[str, tuple[float, str]]:
+    return {each.path.parent.relative_to(root).as_posix(): (each.repeats, each.caption) for each in manifest.samples}
+
+
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        (("100_PANA", "101_PANA", "102CANON"), "note"),
+        (("001_albatross", "200_wren"), "note"),
+        (("2024_holiday", "512_crops"), "note"),
+        (("1_raw", "2_edited", "3_final"), "warning"),
+    ],
+)
+def test_numbers_of_folders_that_are_no_repeats(
+    tmp_path: Path, draw: Draw, folders: tuple[str, ...], found: str
+) -> None:
+    manifest, findings = read_folders(tmp_path, draw, *(f"{name}/{name}.png" for name in folders))
+    assert repeats_of(manifest, tmp_path) == dict.fromkeys(folders, (1, ""))
+    assert [each for each in codes(findings) if each[0] != "missing_caption"] == [("numbered_folder", found)]
+
+
+def test_what_is_taken_from_kohya_folders_is_one_line(tmp_path: Path, draw: Draw) -> None:
+    manifest, findings = read_folders(tmp_path, draw, "10_sks cat/a.png", "10_sks cat/in/b.png", "1_dog/c.png")
+    assert repeats_of(manifest, tmp_path) == {
+        "10_sks cat": (10, "sks cat"),
+        "10_sks cat/in": (10, "sks cat"),
+        "1_dog": (1, "dog"),
+    }
+    assert findings == ()
+    (note,) = manifest.notes
+    assert all(each in note for each in ("10_sks cat", "10 repeats", '"sks cat"', "1_dog", '"dog"'))
+    assert codes(read_folders(tmp_path, draw, "more/d.png")[1])[0] == ("mixed_folders", "warning")
+
+
+def test_folders_beside_the_images_are_no_samples_or_are_named(tmp_path: Path, draw: Draw) -> None:
+    """Masks, control images and regularization images, inside and beside kohya's folders, and one folder too high."""
+    names = ["img/10_cat/a.png", "img/10_cat/b.jpg", "img/masks/a.png", "img/10_cat/Depth/b.jpg.png", "reg/1_cat/x.png"]
+    manifest, findings = read_folders(tmp_path, draw, *names)
+    assert repeats_of(manifest, tmp_path) == {"img/10_cat": (10, "cat")}
+    assert codes(findings) == [("side_folder", "warning")] * 2 + [("reg_folder", "warning")]
+    draw(tmp_path / "img" / "masks" / "other.png", seed=9)
+    manifest, findings = read_manifest([tmp_path])
+    assert {sample.path.parent.name for sample in manifest.samples} == {"10_cat", "masks"}
+    assert ("side_folder", "warning") in codes(findings)
+    reg = read_manifest([source(tmp_path / "img"), source(tmp_path / "reg", is_reg=True)])[0]
+    assert [each.path.name for each in reg.samples if each.regularization] == ["x.png"]
+
+
+def test_control_images_beside_the_images_are_no_samples(tmp_path: Path, draw: Draw) -> None:
+    names = ("a.png", "a-condlabel.png", "a-masklabel.png")
+    manifest, findings = read_folders(tmp_path, draw, *names)
+    assert [sample.path.name for sample in manifest.samples] == ["a.png"]
+    assert codes(findings) == [("missing_caption", "note")]
+    assert len(manifest.notes) == 2
+    paired = source(tmp_path, control_images=(f"{tmp_path}/*-condlabel",), default_caption="a")
+    (sample,) = read_manifest([paired])[0].samples
+    assert [control.path.name for control in sample.controls] == ["a-condlabel.png"]
+
+
+def test_parts_of_a_split_that_are_trained_together_are_named(tmp_path: Path, draw: Draw) -> None:
+    names = ("train/a.png", "val/b.png", "Test/c.png")
+    manifest, findings = read_folders(tmp_path, draw, *names, default_caption="a thing")
+    assert len(manifest.samples) == 3
+    assert codes(findings) == [("split_folders", "warning")]
+    assert str(tmp_path / "train") in findings[0].fix
+    assert read_manifest([source(tmp_path / "train", default_caption="a thing")])[1] == ()
+    for name in ("train-00.tar", "test-00.tar"):
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / "shards" / name, "w") as tar:
+            tar.add(tmp_path / "train" / "a.png", "a.png")
+    assert codes(read_manifest([source(tmp_path / "shards", default_caption="a thing")])[1]) == [
+        ("split_folders", "warning")
+    ]
+
+
+def test_what_other_programs_leave_beside_images_is_counted(tmp_path: Path, draw: Draw) -> None:
+    for name in ("._a.png", "._b.png", "Thumbs.db", "a.CR2", "b.heic", ".c.jpg.icloud", ".d.txt.icloud"):
+        (tmp_path / name).write_bytes(b"x")
+    draw(tmp_path / "A.JPG", seed=1, caption="a thing")
+    manifest, findings = read_manifest([tmp_path])
+    assert [sample.path.name for sample in manifest.samples] == ["A.JPG"]
+    # A raw file beside the JPEG of its name is no image that is missing.
+    assert codes(findings) == [("not_downloaded", "warning"), ("foreign_format", "warning")]
+    assert findings[1].path == tmp_path / "b.heic"
+    assert "c.jpg" in findings[0].message
+    (note,) = manifest.notes
+    assert all(each in note for each in ("2 ._", "1 .db", "1 .cr2", "1 .heic"))
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / ".c.jpg.icloud").write_bytes(b"x")
+    with pytest.raises(UsageError, match="iCloud"):
+        read_manifest([tmp_path / "away"])

@@ -115,3 +115,44 @@ def test_masks_of_images_in_a_tar(tmp_path: Path, draw: Draw) -> None:
         "a.png",
         "b-masklabel.png",
     ]
+
+
+def test_masks_named_with_the_ending_of_their_image(tmp_path: Path, draw: Draw) -> None:
+    """Those of no image are named."""
+    for seed, name in enumerate(["a.jpg", "in/b.png", "c.png", "c.jpg"]):
+        draw(tmp_path / "set" / name, 60, 40, seed=seed)
+    for name in ("a.jpg.png", "in/b.png.png", "c.png.png", "C.JPG-masklabel.png", "zebra.png"):
+        gray(tmp_path / "masks" / name, 60, 40)
+    section = SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))
+    manifest, findings = read_manifest([section])
+    assert {each.path.name: each.mask and each.mask.path and each.mask.path.name for each in manifest.samples} == {
+        "a.jpg": "a.jpg.png",
+        "b.png": "b.png.png",
+        "c.png": "c.png.png",
+        "c.jpg": "C.JPG-masklabel.png",
+    }
+    of_masks = [finding for finding in findings if "mask" in finding.code]
+    assert [(finding.code, finding.severity) for finding in of_masks] == [("orphan_mask", "note")]
+    assert "zebra.png" in of_masks[0].message
+    draw(tmp_path / "beside" / "d.jpg", 60, 40, seed=8)
+    gray(tmp_path / "beside" / "d.jpg-masklabel.png", 60, 40)
+    beside = SourceSection(path=str(tmp_path / "beside"), masks=str(tmp_path / "beside"))
+    (sample,) = read_manifest([beside])[0].samples
+    assert sample.mask == Mask(
+        tmp_path / "beside" / "d.jpg-masklabel.png",
+        hashlib.sha256((tmp_path / "beside" / "d.jpg-masklabel.png").read_bytes()).hexdigest(),
+    )
+
+
+def test_a_mask_without_the_turn_of_its_image_is_named(tmp_path: Path, draw: Draw) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = draw(tmp_path / "set" / "a.jpg", 60, 40)
+    Image.open(path).save(path, exif=exif)
+    gray(tmp_path / "masks" / "a.png", 60, 40)
+    section = SourceSection(path=str(tmp_path / "set"), masks=str(tmp_path / "masks"))
+    (finding,) = read_manifest([section])[1]
+    assert (finding.code, finding.severity) == ("mask_differs", "error")
+    assert "EXIF" in finding.fix
+    gray(tmp_path / "masks" / "a.png", 40, 60)
+    assert read_manifest([section])[1] == ()

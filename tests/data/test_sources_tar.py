@@ -212,3 +212,21 @@ def test_any_corruption_leads_only_to_findings(
         assert found.span.offset + found.span.size <= len(data)
         with contextlib.suppress(BrokenImageError):
             load_rgb(found.path, found.span)
+
+
+def test_images_of_a_tar_that_share_a_caption_are_named(tmp_path: Path) -> None:
+    """Pairs of an edit and masks: both would be samples of one caption."""
+    members = {"1.input.png": image(1), "1.output.png": image(2), "1.txt": b"pair", "2.image.png": image(3)}
+    members |= {"2.mask.png": image(4), "2.json": b'{"caption": "masked"}', "3.a.png": image(5), "3.txt": b"alone"}
+    members |= {"4.CR2": b"x", "4.png": image(6), "4.txt": b"four"}
+    manifest, findings = read_manifest([write_tar(tmp_path / "x.tar", members)])
+    assert len(manifest.samples) == 6
+    aside = {"in/1.png": image(1), "in/1.txt": b"one", "in/1-masklabel.png": image(2), "masks/1.png": image(3)}
+    beside, named = read_manifest(
+        [write_tar(tmp_path / "aside.tar", aside | {"reg/9.png": image(4), "reg/9.txt": b"x"})]
+    )
+    assert [sample.path.name for sample in beside.samples] == ["1.png"]
+    assert sorted(finding.code for finding in named) == ["reg_folder", "side_folder"]
+    assert {(finding.code, finding.severity, finding.path and finding.path.name) for finding in findings} == {
+        ("shared_caption", "warning", name) for name in ("1.input.png", "1.output.png", "2.image.png", "2.mask.png")
+    }

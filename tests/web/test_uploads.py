@@ -454,12 +454,18 @@ def test_masks_that_do_not_fit_are_refused(client: TestClient, own: Path) -> Non
     names_of(client, own)
     put(client, own, "first.png", mask(), what="mask")
     before = files(own)
+    red = io.BytesIO()
+    Image.merge("RGB", (Image.linear_gradient("L").resize((300, 200)), *[Image.new("L", (300, 200))] * 2)).save(
+        red, "PNG"
+    )
     wrong = [
         (mask((200, 300)), "200×300"),
         (mask((150, 100)), "150×100"),
         (mask(kind="JPEG"), "not a PNG"),
         (image_bytes(size=(300, 200))[:200], "cannot be read"),
         (mask(level=0), "black"),
+        (mask(level=7), "classes"),
+        (red.getvalue(), "colors"),
         (b"<html></html>", "not an image"),
         (b"", "empty"),
         (bomb(), "13000"),

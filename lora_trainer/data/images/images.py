@@ -47,6 +47,12 @@ READERS = tuple(name for name in ENDINGS_OF_FORMAT if name != "MPO")  # opened a
 IMAGE_ENDINGS = tuple(sorted({ending for endings in ENDINGS_OF_FORMAT.values() for ending in endings}))
 
 ORIENTATION_TAG = 0x0112
+TIFF_SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+TIFF_FIX = "Save it with 8 bits, or as gray with 16 bits without a sign, colors side by side (chunky)."
+BITS_TAG = 0x0102
+PLANAR_TAG, PLANES_APART = 0x011C, 2
+SAMPLE_FORMAT_TAG, SIGNED = 0x0153, 2
+PHOTOMETRIC_TAG, WHITE_IS_ZERO = 0x0106, 0  # of TIFF; Pillow inverts such images of 8 bits alone
 TURNS: dict[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -61,8 +67,6 @@ SIDEWAYS = (5, 6, 7, 8)
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHUNKS_WITH_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 MOST_CHUNKS = 100_000
-
-OPAQUE_LEVELS = 2  # of 255; opacity that varies by no more is one opacity, rounded
 
 # Pillow refuses from twice its own warning limit on; the same number, named.
 MOST_PIXELS = 178_956_970
@@ -105,12 +109,15 @@ def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.I
     try:
         with quiet_pillow(), contextlib.ExitStack() as stack:
             file = stack.enter_context(open_bytes(place, span)) if isinstance(place, Path) else place
-            empty = not file.read(1)
+            first = file.read(4)
+            empty = not first
             file.seek(0)
             image = stack.enter_context(Image.open(file, formats=READERS))
             if image.width * image.height > MOST_PIXELS:
                 raise Image.DecompressionBombError
             scale_key(image)
+            forget_xmp(image)
+            _refuse_misread_tiff(image)
             yield image
     except (BrokenImageError, RemoteError):  # a server that is away damages no image
         raise
@@ -119,10 +126,28 @@ def opened(place: Path | BinaryIO, span: Span | None = None) -> Iterator[Image.I
         raise BrokenImageError("too_large", message, "Scale it down or remove it.") from error
     except UnidentifiedImageError as error:
         message = "is empty (0 bytes)." if empty else "is not an image in a known format."
+        if first in TIFF_SIGNATURES:
+            message = "is a TIFF of a kind that is not read."
+            raise BrokenImageError("unreadable", message, TIFF_FIX) from error
         raise BrokenImageError("unreadable", message, "Replace or remove it.") from error
     # Damaged files reach Pillow's parsers in every state: no narrower list is complete.
     except Exception as error:
         raise unreadable(error) from error
+
+
+def _refuse_misread_tiff(image: Image.Image) -> None:
+    """Raise BrokenImageError for TIFFs of which Pillow makes other pixels than they hold, without a word."""
+    if image.format != "TIFF":
+        return
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    bits = max(tags.get(BITS_TAG, (1,)))
+    kind = ""
+    if tags.get(PLANAR_TAG) == PLANES_APART and bits > 8 and len(image.getbands()) > 1:
+        kind = f"with planes of {bits} bits for each color"
+    if SIGNED in tags.get(SAMPLE_FORMAT_TAG, ()):
+        kind = f"with {bits} bits and a sign, whose black and white nobody states"
+    if kind:
+        raise BrokenImageError("unreadable", f"is a TIFF {kind}, which is not read.", TIFF_FIX)
 
 
 def unreadable(error: Exception) -> BrokenImageError:
@@ -157,13 +182,21 @@ def read_header(path: Path, span: Span | None = None) -> tuple[int, int]:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """The EXIF orientation, 1 when there is none or it cannot be read."""
+    """The EXIF orientation, 1 when there is none or it cannot be read. One that XMP alone states does not count: browsers,
+    ImageMagick, libvips and OpenCV ignore it, and Pillow does not."""
     try:
-        if isinstance(image, PngImageFile) and image.fp is not None and not has_words_after_pixels(image.fp):
-            return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
-        return int(image.getexif().get(ORIENTATION_TAG, 1))
+        if isinstance(image, PngImageFile) and image.fp is not None and has_words_after_pixels(image.fp):
+            image.load()
+        forget_xmp(image)
+        return int(Image.Image.getexif(image).get(ORIENTATION_TAG, 1))
     except Exception:  # noqa: BLE001 - damaged metadata must not cost a good image
         return 1
+
+
+def forget_xmp(image: Image.Image) -> None:
+    """Leave out XMP, whose orientation Pillow would follow: of a TIFF while it is loaded."""
+    for key in ("xmp", "XML:com.adobe.xmp"):
+        image.info.pop(key, None)
 
 
 def png_chunks(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
@@ -203,20 +236,16 @@ def refuse_damaged_pixels(image: Image.Image) -> None:
 
 def load_rgb(path: Path, span: Span | None = None) -> Image.Image:
     """The whole image as 8-bit RGB, as it is seen. Raises BrokenImageError."""
-    return _load(path, span, to_rgb)
+    return load_image(path, span, to_rgb)
 
 
 def load_alpha(path: Path, span: Span | None = None) -> Image.Image:
     """The image's opacity as gray, as it is seen: white where it covers. Raises BrokenImageError."""
-    return _load(path, span, lambda image: alpha_of(image) or Image.new("L", image.size, 255))
+    return load_image(path, span, lambda image: alpha_of(image) or Image.new("L", image.size, 255))
 
 
-def load_mask(path: Path, span: Span | None = None) -> Image.Image:
-    """A mask's file as gray, turned as it is seen: white where the loss counts. Raises BrokenImageError."""
-    return _load(path, span, to_mask)
-
-
-def _load(path: Path, span: Span | None, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def load_image(path: Path, span: Span | None, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """The whole image as `convert` reads it, turned as it is seen. Raises BrokenImageError."""
     with opened(path, span) as image:
         turn = None if image.format == "TIFF" else TURNS.get(orientation_of(image))
         image.load()
@@ -241,7 +270,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     else:
         # Neither littleCMS nor Pillow's 16 bits have opacity beside the colors.
         alpha = alpha_of(image)
-        flat = Image.fromarray(scale_deep(np.asarray(image))) if is_deep(image) else image
+        flat = Image.fromarray(deep_levels(image)) if is_deep(image) else image
         if conversion.transform is None:
             flat = flat.convert("RGB")
         else:
@@ -251,22 +280,6 @@ def to_srgb(image: Image.Image) -> Image.Image:
     # Pillow would save it with these pixels, which are sRGB's.
     flat.info.pop("icc_profile", None)
     return flat
-
-
-def to_mask(image: Image.Image) -> Image.Image:
-    """A mask of any Pillow mode as gray: its opacity where that varies, else its gray values, as they are stored.
-
-    So a drawing on nothing and a cut-out count where they cover. A mask holds amounts, not colors: profiles do not count.
-    """
-    alpha = alpha_of(image)
-    if alpha is not None and np.ptp(np.asarray(alpha)) > OPAQUE_LEVELS:
-        mask = alpha
-    elif is_deep(image):
-        mask = Image.fromarray(scale_deep(np.asarray(image)))
-    else:
-        mask = image.convert("RGB").convert("L")
-    mask.info.clear()  # the image's profile and transparent color
-    return mask
 
 
 def alpha_of(image: Image.Image) -> Image.Image | None:
@@ -283,6 +296,18 @@ def alpha_of(image: Image.Image) -> Image.Image | None:
 def is_deep(image: Image.Image) -> bool:
     """Whether an image's gray values have more than 8 bits."""
     return image.mode.startswith("I") or image.mode == "F"
+
+
+def deep_levels(image: Image.Image) -> NDArray[np.uint8]:
+    """The gray of a deep image in 8 bits [H, W], black as 0 whatever its file stores."""
+    values = np.asarray(image)
+    if image.mode == "I":
+        values = values.view(np.uint32)  # Pillow reads 32 bits without a sign into numbers with one
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(BITS_TAG) == (12,):
+        values = values * (65535 / 4095)
+    levels = scale_deep(values)
+    return 255 - levels if tags.get(PHOTOMETRIC_TAG) == WHITE_IS_ZERO else levels
 
 
 def scale_deep(values: NDArray[np.generic]) -> NDArray[np.uint8]:

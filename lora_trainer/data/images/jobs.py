@@ -13,16 +13,16 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.data.images.damage import refuse_cut_off
 from lora_trainer.data.images.images import (
     BrokenImageError,
     header_of,
-    load_mask,
     opened,
     refuse_damaged_pixels,
-    to_mask,
     unreadable,
 )
-from lora_trainer.data.images.measures import Seen, measure, seen_broken
+from lora_trainer.data.images.masks import load_mask
+from lora_trainer.data.images.measures import Seen, measure, measure_mask, seen_broken
 from lora_trainer.data.images.remembered import Stamp, stamp_of
 from lora_trainer.data.images.remote import RemoteError, is_pointer
 from lora_trainer.data.images.spans import READ_WHOLE, content_of, open_bytes, open_regular
@@ -142,7 +142,9 @@ def _measured(path: Path, span: Span | None, content: str, *, is_mask: bool = Fa
         raise BrokenImageError("unreadable", "changed while it was read.", "Run again.")
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
         refuse_damaged_pixels(image)
-        return measure(to_mask(image) if is_mask else image)
+        seen = measure_mask(image) if is_mask else measure(image)
+        refuse_cut_off(image, lambda: io.BytesIO(data) if data else open_bytes(path, span))
+        return seen
 
 
 def write_gray_mask(what: tuple[str, str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import base64
 import functools
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +20,11 @@ from PIL import Image
 
 from lora_trainer.data.images.colors import colors_of
 from lora_trainer.data.images.images import TURNS, BrokenImageError, alpha_of, orientation_of, to_rgb
+from lora_trainer.data.images.masks import Doubt, doubt_of_mask, to_mask
 from lora_trainer.data.sample import Colors
 
-MEASURES = 5  # kept results of another number are measured again
-MASK_MEASURES = 1001  # the same of masks: a file may be an image here and a mask there
+MEASURES = 6  # kept results of another number are measured again
+MASK_MEASURES = 1002  # the same of masks: a file may be an image here and a mask there
 
 Gray = NDArray[np.int16]
 LINES = 48  # rows and columns that edges are measured along
@@ -88,6 +89,9 @@ class Seen:
     mirror_hash: int = 0  # the same of its mirror image
     thumb: bytes = b""  # 8×8 RGB
     edges: bytes = b""  # `edge_map` of its 64×64 copy
+    deep_peak: int = 255  # the brightest of its 8 bits, of an image that has 16 in its file
+    turn: int = 1  # EXIF orientation that its pixels are turned by
+    doubt: Doubt = ""  # of a mask
 
     def to_json(self) -> str:
         """One line to be kept; `seen_from_json` reads it again."""
@@ -117,10 +121,13 @@ def measure(image: Image.Image) -> Seen:
     Raises whatever Pillow raises for a damaged file: call it inside of `images.opened`.
     """
     kind = image.format or ""
-    turn = None if kind == "TIFF" else TURNS.get(orientation_of(image))
+    orientation = 1 if kind == "TIFF" else orientation_of(image)
+    turn = TURNS.get(orientation)
     frames = 1 if kind == "MPO" else int(getattr(image, "n_frames", 1))
     quality = jpeg_quality(image)
     colors = colors_of(image)
+    # Pillow's names of how pixels are stored: `I;16B`, `RGB;16L`.
+    is_deep = any("16" in str(tile[3]) for tile in getattr(image, "tile", ()))
     image.load()
     shrink = max(1, -(-max(image.size) // SMALL_SIDE))
     alpha = measure_alpha(image, shrink)
@@ -152,7 +159,20 @@ def measure(image: Image.Image) -> Seen:
         mirror_hash=hashes[1],
         thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
         edges=edge_map(cells),
+        turn=orientation,
+        deep_peak=int(np.asarray(flat.getextrema()).max()) if is_deep else 255,
     )
+
+
+def measure_mask(image: Image.Image) -> Seen:
+    """The same of an opened mask: of the gray that training uses of it, whose least and most are in `alpha`."""
+    orientation = 1 if image.format == "TIFF" else orientation_of(image)
+    mask = to_mask(image)
+    doubt = doubt_of_mask(image, mask)
+    turn = TURNS.get(orientation)
+    seen = measure(mask if turn is None else mask.transpose(turn))
+    darkest, brightest = np.asarray(mask.getextrema()).tolist()
+    return replace(seen, turn=orientation, doubt=doubt, alpha=(darkest, brightest))
 
 
 def edge_map(cells: NDArray[np.uint8]) -> bytes:

@@ -14,7 +14,8 @@ from torch.nn.functional import adaptive_avg_pool2d
 from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
 from lora_trainer.data.buckets import fit_to, has_other_shape
-from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_mask, load_rgb
+from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_rgb
+from lora_trainer.data.images.masks import load_mask
 from lora_trainer.data.images.remote import RemoteError, unreachable
 from lora_trainer.data.images.render import render, render_mask
 from lora_trainer.data.images.spans import content_of

@@ -19,7 +19,7 @@ from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.sample import Colors
 
 NAME = "images.sqlite"
-LAYOUT = 2  # a file of a newer layout is put aside; of the first, the measures are kept
+LAYOUT = 3  # a file of a newer layout is put aside; of older ones, the measures are kept
 AT_ONCE = 400  # names in one question; SQLite takes 999 in its oldest builds
 MOST_BYTES = 10**9  # of the file, after `cache prune`
 WAIT = 10.0  # seconds for another process that writes
@@ -234,7 +234,8 @@ def _open(file: Path) -> sqlite3.Connection | None:
             if layout > LAYOUT:
                 raise sqlite3.DatabaseError(f"layout {layout}")
             if layout < LAYOUT:
-                # Headers of the first layout do not say how an image's colors are stored; its measures are as they were.
+                # Headers of the first layout do not say how an image's colors are stored, those of the second have sizes
+                # turned by XMP. Measures have numbers of their own.
                 make = f"DROP TABLE IF EXISTS headers; {TABLES} PRAGMA user_version = {LAYOUT};"
                 connection.executescript(f"BEGIN IMMEDIATE; {make} COMMIT;")
             return connection

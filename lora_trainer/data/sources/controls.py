@@ -32,6 +32,8 @@ def with_controls(
         return list(found)
     files = {folder: find_partners(folder) for folder in dict.fromkeys(folder for folder, _ in labels)}
     partners = [files[folder].pair(found, root, (label,), "control", reading) for folder, label in labels]
+    for partners_of_folder in files.values():
+        partners_of_folder.find_unpaired(found, "control", reading)
     paired = []
     for each in found:
         paths = [of_folder.get(each.path) for of_folder in partners]
@@ -83,7 +85,10 @@ def judged_controls(
                 "the middle of the control image is used."
             )
             fix = "Crop both alike, unless the control is a reference of another shape."
-            reading.find("control_differs", "note", message, fix, sample.path)
+            is_turned = not has_other_shape((sample.height, sample.width), (read.width, read.height))
+            if is_turned:
+                fix = "Turn one of them, if it lost its EXIF orientation. " + fix
+            reading.find("control_differs", "warning" if is_turned else "note", message, fix, sample.path)
         judged.append(control)
     return replace(sample, controls=tuple(judged))
 

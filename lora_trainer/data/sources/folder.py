@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from lora_trainer.core.findings import counted
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import TextFiles, read_beside, reader_of, texts_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
+from lora_trainer.data.sources.layout import kohya_folders, without_side_folders
 from lora_trainer.data.sources.listing import Listing
 from lora_trainer.data.sources.metadata import METADATA_NAMES, FilesBelow, controls_in, key_of, read_metadata
-from lora_trainer.data.sources.names import OWN_FILES, SHARDS, NamedImages, ending_of, is_image, masks_beside
+from lora_trainer.data.sources.names import (
+    CONDITION_LABEL,
+    MASK_LABEL,
+    OWN_FILES,
+    SHARDS,
+    NamedImages,
+    ending_of,
+    folded,
+    is_image,
+    masks_beside,
+    stem_of,
+)
 from lora_trainer.data.sources.rows import SourceRow
 
 # Images that other programs write and that are not read here: rare formats, and those whose decoders are attacked most.
@@ -20,20 +32,19 @@ FOREIGN_IMAGES = frozenset(
     (".heic .heif .hif .jxl .jp2 .j2k .jpf .jpx .tga .dds .exr .hdr .ico .psd .psb .xcf .kra .svg"
      " .raw .dng .cr2 .cr3 .nef .arw .orf .rw2 .raf").split()
 )  # fmt: skip
-KOHYA_FOLDER = re.compile(r"(\d+)_(.*)")
-MOST_REPEATS = 1000  # a larger number is a year or an id: `2024_holiday`
 
 
 def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
     """All images of a listing in the order of their paths, with captions, repeats and weights."""
     root = listing.root
+    if listing.in_icloud:
+        count, first = counted(len(listing.in_icloud), "file"), listing.in_icloud[0]
+        message = f"{root}: {count} in iCloud, not downloaded to this disk (first: {first})."
+        reading.find("not_downloaded", "warning", message, "Download them in the Finder, and run again.")
     texts = {folder: texts_beside(names, request) for folder, names in listing.names.items()}
     images = _images_of(listing, request, reading)
     rows = _rows_of(listing, images, texts, request, reading)
-    folders = {folder: _kohya_of(root, folder, reading) for folder in sorted({folder for folder, _ in images})}
-    plain = [folder or "." for folder, named in folders.items() if named is None]
-    if len(plain) not in (0, len(folders)) and request.section.repeats is None:
-        reading.note(f"{root}: folders without a repeat count are taken once ({', '.join(plain[:3])}).")
+    folders = kohya_folders(root, sorted({folder for folder, _ in images}), request, reading)
     bases = {folder: root / folder for folder in texts}
     readers = {folder: reader_of(base) for folder, base in bases.items()}
     files, found = FilesBelow(root), list[FoundImage]()
@@ -66,15 +77,20 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
             message = "is a caption without an image."
             reading.find("orphan_caption", "note", message, "Add the image or remove it.", base / name)
         read_elsewhere = (*METADATA_NAMES, *OWN_FILES)
-        count_unread(base, [name for name in texts[folder].unread if name.lower() not in read_elsewhere], reading)
+        unread = [name for name in texts[folder].unread if name.lower() not in read_elsewhere]
+        count_unread(base, unread, filter(is_image, listing.names[folder]), reading)
     return found
 
 
-def count_unread(place: Path, names: Iterable[str], reading: SourceReading) -> None:
-    """Count files of a folder or a tar that are not read, and name the images among them."""
+def count_unread(place: Path, names: Iterable[str], images: Iterable[str], reading: SourceReading) -> None:
+    """Count files of a folder or a tar that are not read, and name the images among them, but for those that lie beside
+    one of the same name that is read: `IMG_1.CR2` beside `IMG_1.JPG`."""
+    names = list(names)
+    foreign = [name for name in names if ending_of(name) in FOREIGN_IMAGES]
+    stems = {folded(stem_of(name)) for name in images} if foreign else set[str]()
     for name in names:
         ending = ending_of(name)
-        if ending in FOREIGN_IMAGES:
+        if ending in FOREIGN_IMAGES and folded(stem_of(name)) not in stems:
             message = f"is not read: {ending} is not among {' '.join(IMAGE_ENDINGS)}."
             reading.find("foreign_format", "warning", message, "Convert it to PNG or JPEG.", place / name)
         if ending not in SHARDS:
@@ -82,20 +98,30 @@ def count_unread(place: Path, names: Iterable[str], reading: SourceReading) -> N
 
 
 def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading) -> list[tuple[str, str]]:
-    """(folder, name) of each image by its whole path; masks beside images are none."""
+    """(folder, name) of each image by its whole path; masks and control images beside images are none."""
     found: list[tuple[str, str, str]] = []
-    labels: list[str] = []
+    labeled: dict[str, list[str]] = {MASK_LABEL: [], CONDITION_LABEL: []}
     for folder, names in listing.names.items():
         images = [name for name in names if is_image(name)]
-        masks = {mask for several in masks_beside(images).values() for mask in several}
-        labels.extend(sorted(masks))
-        found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in images if name not in masks)
-    if labels and request.section.masks is None:
+        beside = set[str]()
+        for label, labels in labeled.items():
+            those = {file for several in masks_beside(images, label).values() for file in several}
+            labels.extend(sorted(those))
+            beside |= those
+        found.extend((f"{folder}/{name}" if folder else name, folder, name) for name in images if name not in beside)
+    masks, controls = labeled.values()
+    if masks and request.section.masks is None:
         reading.note(
-            f"{listing.root}: {len(labels)} masks beside images are not used (first: {labels[0]});"
+            f"{listing.root}: {len(masks)} masks beside images are not used (first: {masks[0]});"
             f" masks = the folder's own path uses them."
         )
-    return [(folder, name) for _, folder, name in sorted(found)]
+    if controls and not request.section.control_images:
+        reading.note(
+            f"{listing.root}: {len(controls)} control images beside images are not used (first: {controls[0]});"
+            f' control_images = ["FOLDER/*{CONDITION_LABEL}"] uses them.'
+        )
+    samples = [(folder, name) for _, folder, name in sorted(found)]
+    return without_side_folders(listing.root, samples, request, reading)
 
 
 def _rows_of(
@@ -121,24 +147,13 @@ def _rows_of(
     return rows
 
 
-def _kohya_of(root: Path, folder: str, reading: SourceReading) -> tuple[int, str] | None:
-    """(repeats, caption) of the nearest folder named `10_name`, the source itself included."""
-    inner = folder.split("/") if folder else []
-    for depth in range(len(inner), -1, -1):
-        name = inner[depth - 1] if depth else root.name
-        if match := KOHYA_FOLDER.fullmatch(name):
-            repeats, caption = int(match[1]), match[2].strip()
-            if repeats <= MOST_REPEATS:
-                return repeats, caption
-            place = root.joinpath(*inner[:depth])
-            reading.note(f"{place}: {match[1]} is taken as part of the name, not as repeats (most: {MOST_REPEATS}).")
-    return None
-
-
 def no_images(listing: Listing, reading: SourceReading) -> None:
     """Add a problem that lists what was found in place of images."""
     endings = Counter(ending_of(name) or "no ending" for names in listing.names.values() for name in names)
+    if listing.in_icloud:
+        endings["that are in iCloud, not downloaded"] = len(listing.in_icloud)
     listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
     looked = f"{' '.join(IMAGE_ENDINGS)} .tar .parquet"
     message = f"{listing.root} holds no image; looked for {looked} and found {listed or 'no file'}."
-    reading.problem(message, "Name the folder that holds the images.")
+    fix = "Download what is in iCloud in the Finder." if listing.in_icloud else "Name the folder that holds the images."
+    reading.problem(message, fix)

@@ -80,7 +80,7 @@ class SourceReading:
     weights: list[float] = field(default_factory=list)  # that tables and JSON of a source give its images
     without_caption: list[str] = field(default_factory=list)  # JSON beside images of a source that holds none
 
-    def find(self, code: str, severity: Severity, message: str, fix: str, path: Path) -> None:
+    def find(self, code: str, severity: Severity, message: str, fix: str, path: Path | None = None) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))
 
     def note(self, text: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from lora_trainer.data.sources.found import SourceReading
 from lora_trainer.data.sources.names import is_image
 
+ICLOUD_ENDING = ".icloud"  # of what macOS leaves in place of a file: `.cat.jpg.icloud`
+
 
 @dataclass(frozen=True)
 class Listing:
@@ -21,6 +23,7 @@ class Listing:
 
     root: Path
     names: dict[str, tuple[str, ...]]
+    in_icloud: tuple[str, ...] = ()  # names of files that are not on this disk
 
     def path(self, folder: str, name: str) -> Path:
         return self.root / folder / name
@@ -38,6 +41,7 @@ def names_in(folder: Path) -> tuple[str, ...]:
 def list_folder(root: Path, reading: SourceReading, without: Iterable[Path | None] = ()) -> Listing:
     """Linked folders are followed once, so links in circles end; `without` are folders to skip."""
     names: dict[str, tuple[str, ...]] = {}
+    away: list[str] = []
     seen: set[tuple[int, int]] = set()
     left_out = {_identity(str(each)) for each in without}
     waiting = [""]
@@ -53,6 +57,10 @@ def list_folder(root: Path, reading: SourceReading, without: Iterable[Path | Non
             with os.scandir(place) as entries:
                 for entry in entries:
                     if entry.name.startswith("."):
+                        if entry.name.endswith(ICLOUD_ENDING):
+                            away.append(entry.name[1 : -len(ICLOUD_ENDING)])
+                        elif entry.name.startswith("._"):
+                            reading.unread["._ of macOS"] += 1
                         continue
                     kind = _kind(entry)
                     if kind == "folder":
@@ -69,7 +77,7 @@ def list_folder(root: Path, reading: SourceReading, without: Iterable[Path | Non
             names[folder] = tuple(sorted(files))
         # Popped from the end: in order of name, so that of two ways to a folder the first is taken.
         waiting.extend(f"{folder}/{name}" if folder else name for name in sorted(folders, reverse=True))
-    return Listing(root, names)
+    return Listing(root, names, tuple(sorted(away)))
 
 
 def _kind(entry: os.DirEntry[str]) -> str:

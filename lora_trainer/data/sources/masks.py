@@ -35,13 +35,15 @@ def with_masks(
         message = f"There is no folder of masks {request.section.masks}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
-    masks = find_partners(folder).pair(found, root, (MASK_LABEL, ""), "mask", reading)
+    files = find_partners(folder)
+    masks = files.pair(found, root, (MASK_LABEL, ""), "mask", reading)
     paired = [replace(each, mask=Mask(masks[each.path])) if each.path in masks else each for each in found]
     if found and not any(each.mask for each in paired):
         reading.problem(
             f"{folder} holds no mask of any of {len(found)} images.",
             f"A mask has its image's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png. Or remove masks.",
         )
+    files.find_unpaired(found, "mask", reading)
     for each in paired:
         if each.mask is None:
             _missing(each.path, f"has no mask in {folder.name}", reading)
@@ -59,9 +61,11 @@ def judged_mask(sample: Sample, size: tuple[int, int], reading: SourceReading) -
     if has_other_shape((sample.width, sample.height), size) and sample.mask is not None:
         name = sample.mask.path.name if sample.mask.path else "its mask"
         message = f"is {sample.width}×{sample.height}, its mask {name} {width}×{height}: another shape."
-        reading.find(
-            "mask_differs", "error", message, "Make the mask of the image's shape; any size will do.", sample.path
-        )
+        fix = "Make the mask of the image's shape; any size will do."
+        if not has_other_shape((sample.height, sample.width), size):
+            message = f"{message[:-1]}, turned by 90°, as if one of the two had lost its EXIF orientation."
+            fix = "Turn the mask as the image is seen, and save it without an orientation in its EXIF data."
+        reading.find("mask_differs", "error", message, fix, sample.path)
         return replace(sample, mask=None)
     return sample
 

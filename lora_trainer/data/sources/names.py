@@ -19,6 +19,7 @@ SETTINGS_FILE = "lora.toml"  # of a folder in a batch
 OWN_FILES = (CLEAN_COPY_RECORD, SETTINGS_FILE)
 EXACT, COMPOSED, FOLDED = range(3)  # how near two names are
 MASK_LABEL = "-masklabel"  # what OneTrainer puts behind an image's name for its mask
+CONDITION_LABEL = "-condlabel"  # and for its control image
 IMAGE_ENDING_SET = frozenset(IMAGE_ENDINGS)
 
 Image = TypeVar("Image")
@@ -96,15 +97,16 @@ def without_label(name: str, label: str) -> str | None:
     return name[: -len(label)] if folded(name[-len(label) :]) == folded(label) else None
 
 
-def masks_beside(names: Collection[str]) -> dict[str, list[str]]:
-    """The masks among the files of a folder, `cat-masklabel.png`, by the image that they lie beside, the nearest name first."""
-    labeled = [name for name in names if MASK_LABEL in name.lower() and is_image(name)]
+def masks_beside(names: Collection[str], label: str = MASK_LABEL) -> dict[str, list[str]]:
+    """The masks among the files of a folder, `cat-masklabel.png` or `cat.jpg-masklabel.png`, by the image that they lie
+    beside, the nearest name first."""
+    labeled = [name for name in names if label in name.lower() and is_image(name)]
     if not labeled:
         return {}
-    images = NamedImages((stem_of(name), name) for name in names if is_image(name))
+    images = NamedImages((each, name) for name in names if is_image(name) for each in (stem_of(name), name))
     found: dict[str, list[tuple[int, str]]] = {}
     for mask in labeled:
-        stem = without_label(stem_of(mask), MASK_LABEL)
+        stem = without_label(stem_of(mask), label)
         nearness, owners = (FOLDED, ()) if stem is None else images.find(stem)
         for image in owners:
             found.setdefault(image, []).append((nearness, mask))

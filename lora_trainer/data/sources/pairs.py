@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from lora_trainer.core.findings import counted
 from lora_trainer.data.sources.found import FoundImage, SourceReading
 from lora_trainer.data.sources.listing import list_folder
 from lora_trainer.data.sources.names import NamedImages, is_image, without_label
 
+MOST_NAMED = 5
 WORDS = {"mask": "mask", "control": "control image"}  # in findings
 
 Ranked = tuple[tuple[int, ...], Path]  # a partner, the better the lower
@@ -21,21 +23,35 @@ Ranked = tuple[tuple[int, ...], Path]  # a partner, the better the lower
 class PartnerFiles:
     """The images of a folder of masks or control images: each path, and that below the folder without its ending."""
 
+    folder: Path
     files: Sequence[tuple[Path, str]]
+    paired: set[Path] = field(default_factory=set)  # that belong to an image
 
     def pair(
         self, found: Sequence[FoundImage], root: Path, labels: Sequence[str], kind: str, reading: SourceReading
     ) -> dict[Path, Path]:
         """The partner of each image of a source below `root`: by its path below the source, else by its name alone where
-        only one image of the source has it. `labels` are what may stand behind the name, the first found wins.
+        only one image of the source has it. `cat.png` and `cat.jpg.png` are partners of `cat.jpg`. `labels` are what may
+        follow the name, the first found wins.
         """
         ranked = self._ranked({each.path: path_below(each.path, root) for each in found}, labels)
         _find_doubtful(ranked, kind, reading)
+        self.paired.update(file for partners in ranked.values() for _, file in partners)
         return {image: min(partners)[1] for image, partners in ranked.items()}
 
+    def find_unpaired(self, found: Sequence[FoundImage], kind: str, reading: SourceReading) -> None:
+        """Name the files that `pair` gave to no image. Beside the images of a source these may be other images."""
+        unpaired = [file for file, _ in self.files if file not in self.paired]
+        if unpaired and not any(each.path.is_relative_to(self.folder) for each in found):
+            names = ", ".join(file.name for file in unpaired[:MOST_NAMED])
+            message = f"{self.folder}: {counted(len(unpaired), WORDS[kind])} without an image of that name ({names})."
+            reading.find(f"orphan_{kind}", "note", message, "Name each as its image is named, or remove it.")
+
     def _ranked(self, places: Mapping[Path, str], labels: Sequence[str]) -> dict[Path, list[Ranked]]:
-        images = NamedImages((place, path) for path, place in places.items())
-        alone = NamedImages((place.rpartition("/")[2], place) for place in dict.fromkeys(places.values()))
+        # By the place without its ending, and with it.
+        names = [(name, path) for path, place in places.items() for name in (place, f"{place}{path.suffix}")]
+        images = NamedImages(names)
+        alone = NamedImages((name.rpartition("/")[2], name) for name in dict.fromkeys(name for name, _ in names))
         ranked: dict[Path, list[Ranked]] = {}
         for file, place in self.files:
             for number, label in enumerate(labels):
@@ -72,7 +88,7 @@ def find_partners(folder: Path) -> PartnerFiles:
     """The images of `folder`, to be paired with those of a source."""
     listing = list_folder(folder, SourceReading())
     paths = (listing.path(inner, name) for inner, names in listing.names.items() for name in filter(is_image, names))
-    return PartnerFiles([(path, path_below(path, folder)) for path in paths])
+    return PartnerFiles(folder, [(path, path_below(path, folder)) for path in paths])
 
 
 def path_below(path: Path, root: Path) -> str:

@@ -12,6 +12,7 @@ from lora_trainer.data.sources.beside import read_beside, reader_of, texts_besid
 from lora_trainer.data.sources.controls import with_controls
 from lora_trainer.data.sources.folder import no_images, read_folder
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
+from lora_trainer.data.sources.layout import find_splits
 from lora_trainer.data.sources.listing import Listing, list_folder, names_in
 from lora_trainer.data.sources.masks import masks_folder, with_masks
 from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
@@ -74,7 +75,7 @@ def _last_reason(reading: SourceReading) -> str:
     """Of what was found, or noted, the last: it was about the place that holds nothing."""
     if reading.findings:
         last = reading.findings[-1]
-        return f"{last.path} {last.message} {last.fix}"
+        return f"{last.path or ''} {last.message} {last.fix}".strip()
     return list(reading.notes)[-1] if reading.notes else "Name one that does."
 
 
@@ -128,6 +129,7 @@ def _read_folder(place: Path, request: SourceRequest, reading: SourceReading) ->
     has_images = any(is_image(name) or ending_of(name) == ".tar" for names in listing.names.values() for name in names)
     if not found and not has_images:
         no_images(listing, reading)
+    find_splits(place, found, reading)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import TextFile, TextFiles, read_beside, sort_texts
 from lora_trainer.data.sources.folder import count_unread
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.names import NamedImages, is_image
+from lora_trainer.data.sources.layout import without_side_folders
+from lora_trainer.data.sources.names import CONDITION_LABEL, MASK_LABEL, NamedImages, is_image, masks_beside
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -111,13 +113,31 @@ def images_of(
         # `1.mask.png` beside `1.jpg` is a second image of its key, unless it has a text of its own.
         is_other = key.shared in keys and stem not in texts.of
         (others if is_other else main).append(stem)
+    # Masks and control images of the whole tar are no samples either.
+    names = {keys[stem].images[0][0]: stem for stem in main}
+    beside = [masks_beside(names, label) for label in (MASK_LABEL, CONDITION_LABEL)]
+    labeled = {name for by_image in beside for several in by_image.values() for name in several}
+    if labeled:
+        reading.note(f"{path}: {len(labeled)} masks and control images beside images are not used.")
+    members = [posixpath.split(name) for name in names if name not in labeled]
+    main = [names[posixpath.join(*member)] for member in without_side_folders(path, members, request, reading)]
     if others:
         first = keys[others[0]].images[0][0]
         reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
     for name in texts.orphans:
         message = "is a caption without an image."
         reading.find("orphan_caption", "note", message, "Add the image or remove it.", path / name)
-    count_unread(path, texts.unread, reading)
+    count_unread(path, texts.unread, filter(is_image, spans), reading)
+
+    # `1.input.jpg` and `1.output.jpg` share `1.txt`, and so does a mask `1.mask.png`.
+    sharing = [stem for stem in main if stem not in texts.of and keys[stem].shared in texts.of]
+    counts = Counter(keys[stem].shared for stem in sharing)
+    for stem in sharing:
+        if (count := counts[keys[stem].shared]) > 1:
+            name = posixpath.basename(texts.of[keys[stem].shared][0].name)
+            message = f"is one of {count} images with the caption {name}."
+            fix = "If it is not meant for all, give each its own, and take out what is no sample: a mask, an input."
+            reading.find("shared_caption", "warning", message, fix, path / keys[stem].images[0][0])
 
     def read_text(name: str) -> bytes:
         if spans[name].size > MOST_CAPTION_BYTES:

@@ -1,0 +1,150 @@
+"""What the names of folders mean: kohya's repeats, masks, regularization images, the parts of a split."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from lora_trainer.core.findings import counted
+from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
+from lora_trainer.data.sources.names import folded, stem_of
+
+KOHYA_FOLDER = re.compile(r"(0|[1-9]\d*)_(.*)")
+NUMBERED_FOLDER = re.compile(r"\d+_")
+PADDED_FOLDER = re.compile(r"0\d")
+CAMERA_FOLDER = re.compile(r"[1-9]\d\d[A-Z0-9_]{5}")  # of DCIM: `100_PANA`
+MOST_REPEATS = 500  # a larger number is a resolution, a year or an id: `512_crops`, `2024_holiday`
+FEWEST_COUNTED = 3  # folders numbered 1, 2, 3, … are counted by their numbers
+MOST_NAMED = 5
+
+SPLITS = frozenset("train training val valid validation test testing".split())
+REG_FOLDERS = frozenset(
+    "reg reg_images regularization regularisation regularization_images regularisation_images class_images".split()
+)
+SIDE_FOLDERS = frozenset(
+    (
+        "mask masks depth depths canny pose poses openpose edges lineart normal normals seg segmentation segmentations"
+        " control controls control_images conditioning conditioning_images"
+    ).split()
+)
+
+
+def kohya_name(name: str) -> tuple[int, str] | None:
+    """(repeats, caption) of a folder named `10_name`; None for `001_name`, a camera's `100_PANA` and large numbers."""
+    match = KOHYA_FOLDER.fullmatch(name)
+    if match is None or CAMERA_FOLDER.fullmatch(name) or int(match[1]) > MOST_REPEATS:
+        return None
+    return int(match[1]), match[2].strip()
+
+
+def kohya_folders(
+    root: Path, folders: Iterable[str], request: SourceRequest, reading: SourceReading
+) -> dict[str, tuple[int, str] | None]:
+    """(repeats, caption) of the nearest folder named `10_name` of each folder of images, the source itself included."""
+    nearest: dict[str, Path | None] = {}
+    taken: dict[Path, tuple[int, str]] = {}
+    others: dict[Path, None] = {}
+    for folder in folders:
+        place = root / folder
+        while True:
+            if (kohya := kohya_name(place.name)) is not None:
+                taken[place] = kohya
+                break
+            if NUMBERED_FOLDER.match(place.name):
+                others[place] = None
+            if place == root:
+                break
+            place = place.parent
+        nearest[folder] = place if place in taken else None
+    numbers = sorted(repeats for repeats, _ in taken.values())
+    if len(numbers) >= FEWEST_COUNTED and numbers == list(range(1, len(numbers) + 1)):
+        message = f"{root}: folders numbered from 1 to {len(numbers)} are trained once each, without captions from their names."
+        fix = "For kohya's repeats name them by source: data.sources.repeats and data.sources.default_caption."
+        reading.find("numbered_folder", "warning", message, fix)
+        return dict.fromkeys(nearest)
+    if any(PADDED_FOLDER.match(place.name) for place in others):  # `200_wren` beside `001_albatross` counts, too
+        others |= dict.fromkeys(taken)
+        taken = {}
+    if others:
+        names = ", ".join(place.name for place in list(others)[:MOST_NAMED])
+        message = f"{root}: numbers of folders are taken as parts of their names, not as repeats ({names})."
+        fix = f"Repeats are a number from 1 to {MOST_REPEATS} without zeros in front, or data.sources.repeats."
+        reading.find("numbered_folder", "note", message, fix)
+    if not taken:
+        return dict.fromkeys(nearest)
+    shown = [
+        f'{place.name}: {request.repeats(repeats):g} repeats, caption "{caption}"'
+        for place, (repeats, caption) in list(taken.items())[:MOST_NAMED]
+    ]
+    more = f"; and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
+    reading.note(
+        f"{root}: folder names are taken as kohya's ({'; '.join(shown)}{more}); captions beside images come first."
+    )
+    plain = [folder or "." for folder, place in nearest.items() if place is None]
+    if plain and request.section.repeats is None:
+        names = ", ".join(plain[:MOST_NAMED])
+        message = f"{root}: folders without a repeat count beside folders with one are taken once ({names})."
+        fix = "Name them like 10_name too, or make them a source of their own."
+        reading.find("mixed_folders", "warning", message, fix)
+    return {folder: None if place is None else taken[place] for folder, place in nearest.items()}
+
+
+def without_side_folders(
+    root: Path, images: list[tuple[str, str]], request: SourceRequest, reading: SourceReading
+) -> list[tuple[str, str]]:
+    """The images (folder, name) that are samples: not those of folders of masks, control or regularization images.
+
+    Where all lie in such folders, they are what was named.
+    """
+    sides = dict[str, str]()  # the folder of masks and so on that a folder is or lies in
+    for folder in dict.fromkeys(folder for folder, _ in images):
+        inner = folder.split("/")
+        named = [part.lower() in SIDE_FOLDERS or part.lower() in REG_FOLDERS for part in inner]
+        sides[folder] = "/".join(inner[: named.index(True) + 1]) if any(named) else ""
+    if all(sides.values()) or not any(sides.values()):
+        return images
+    stems = {folded(each) for folder, name in images if not sides[folder] for each in (name, stem_of(name))}
+    aside: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for folder, name in images:
+        if sides[folder]:
+            aside[sides[folder]].append((folder, name))
+    left_out: set[tuple[str, str]] = set()
+    for folder, several in aside.items():
+        place = root / folder
+        count = counted(len(several), "image")
+        if place.name.lower() in REG_FOLDERS:
+            if not request.section.is_reg:
+                message = f"{place}: {count} not trained: the folder is named as one of regularization images."
+                fix = f'Make it a source: path = "{place}", is_reg = true. To train it like the others, rename it.'
+                reading.find("reg_folder", "warning", message, fix)
+                left_out.update(several)
+        elif all(folded(stem_of(name)) in stems for _, name in several):
+            message = f"{place}: {count} not trained: the folder is named as one of masks or control images, and they as other images."
+            fix = f'Set masks or control_images of the source to "{place}". To train it like the others, rename it.'
+            reading.find("side_folder", "warning", message, fix)
+            left_out.update(several)
+        else:
+            message = f"{place}: {count} trained like the others, though the folder is named as one of masks or control images."
+            reading.find("side_folder", "warning", message, "Move it out of the data, or rename it if that is meant.")
+    return [each for each in images if each not in left_out]
+
+
+def find_splits(root: Path, found: Iterable[FoundImage], reading: SourceReading) -> None:
+    """Name the folders and shards below a source that are parts of a split, such as `train` and `test-00000.parquet`."""
+    names = dict[str, str]()  # of each part, the first folder or shard
+    before = os.path.join(root, "")
+    for each in found:
+        path = str(each.path)
+        name, inside, _ = path[len(before) :].partition(os.sep)
+        if not (inside and path.startswith(before)):
+            continue
+        split = re.split(r"[-_.]", name.lower(), maxsplit=1)[0]
+        if split in SPLITS:
+            names.setdefault(split, name)
+    if len(names) > 1:
+        message = f"{root}: {', '.join(names.values())} are trained together."
+        first = min(names, key=lambda split: not split.startswith("train"))
+        reading.find("split_folders", "warning", message, f"Name one of them alone: --data {root / names[first]}.")
