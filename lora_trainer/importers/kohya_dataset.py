@@ -62,6 +62,12 @@ def _buckets(value: Any, around: Around) -> Took:
     return Took({"data.max_aspect": round(min(max(ratio, 1.0), MOST_ASPECT), 3)}, "max_bucket_reso ÷ min_bucket_reso")
 
 
+def _attributes(value: Any, around: Around) -> Took:
+    """A table of a subset, of which its scripts read one key."""
+    on = isinstance(value, Mapping) and is_on(value.get("diff_output_preservation") or False)
+    return Took({}) if on else Took({}, "its scripts read diff_output_preservation alone", "ignored")
+
+
 def _resolution(value: Any, around: Around) -> Took:
     """The area counts; a shape that is no square is only the usual one of its buckets."""
     found = side(value)
@@ -112,10 +118,15 @@ SUBSET_RULES: Mapping[str, KeyRule] = {
         f"masks of the loss, never ControlNet's images; {AREA_OF_MASK}",
         changes=True,
     ),
-    "token_warmup_min": lacking("captions have all their tags from the start", off=(1,)),
+    "token_warmup_min": lacking("captions have all their tags from the start", off=(0, 1)),
     "token_warmup_step": lacking("captions have all their tags from the start"),
     "resize_interpolation": lacking("images are always resized in the same way here"),
-    "custom_attributes": nothing("notes for other scripts"),
+    "custom_attributes": by(
+        _attributes,
+        "",
+        "output preservation: the base model's own prediction is the target there, here these images are trained as they are",
+        changes=True,
+    ),
     "cache_info": nothing("what was read of an image is always kept"),
 }
 DATASET_RULES: Mapping[str, KeyRule] = {
@@ -128,7 +139,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "bucket_no_upscale": same("data.bucket_no_upscale", truth),
     "validation_split": same("validation.split", number),
     "validation_seed": same("validation.split_seed", whole),
-    "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
+    "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1,)),
 }
 RULES: Mapping[str, KeyRule] = {**DATASET_RULES, **SUBSET_RULES, **musubi_dataset.RULES}
 # Defaults of kohya's scripts that differ from ours.
