@@ -44,6 +44,7 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
+    lost_if,
     number,
     part_of,
     path_to,
@@ -116,25 +117,12 @@ NOT_TRAINED = {
 }
 
 
-def _blocks_only(value: Any, around: Around) -> Took:
-    if truth(value) or not is_aitoolkit_flow(around.keys):
-        return Took({}, "as here" if truth(value) else "it changes nothing for a U-Net", "ignored")
-    return Took({})
-
-
 def _merged(value: Any, around: Around) -> Took:
     """A LoRA that is fused into Stable Diffusion and FLUX.1; its code for other models does not read the key."""
     arch = str(around["model.arch"] or "sd1").lower().split(":")[0]
     if arch not in ("sd1", "sd15", "sd2", "sdxl", "sd", "flux"):
         return Took({}, NOT_READ, "ignored")
     return Took({"model.loras": {located(around.folder, text(value)): 1.0}})
-
-
-def _one_caption(value: Any, around: Around) -> Took:
-    """Without cached texts, unloading the text encoder leaves it one text for all images."""
-    if not truth(value) or is_on(around["train.cache_text_embeddings"] or False):
-        return Took({}, "texts are cached here, too, before the training", "ignored")
-    return Took({})
 
 
 def _quantized(value: Any, around: Around) -> Took:
@@ -286,11 +274,6 @@ def _controls(value: Any, around: Around) -> Took:
     return Took({"source.control_images": [located(around.folder, place) for place in named]})
 
 
-def _of_controls(value: Any, around: Around) -> Took:
-    has_controls = any(around[key] is not None for key in CONTROLS)
-    return Took({}) if has_controls else Took({}, "means nothing without control_path", "ignored")
-
-
 def _extension(value: Any, around: Around) -> Took:
     return Took({"captions.extension": "." + text(value).lstrip(".")})
 
@@ -323,7 +306,10 @@ RULES: Mapping[str, KeyRule] = {
     "network.network_kwargs.only_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.pretrained_lora_path": path_to("lora.network_weights"),
-    "network.transformer_only": by(_blocks_only, "", "only layers of the blocks learn here", changes=True),
+    "network.transformer_only": lost_if(
+        lambda value, around: not truth(value) and is_aitoolkit_flow(around.keys),
+        "only layers of the blocks learn here",
+    ),
     "network.all_layers": lacking("only linear layers and convolutions learn"),
     "save.save_every": unless_off("checkpoint.every_n_steps checkpoint.export_every_n_steps", whole),
     "save.max_step_saves_to_keep": unless_off("checkpoint.export_keep_last", whole),
@@ -372,11 +358,10 @@ RULES: Mapping[str, KeyRule] = {
     "train.ema_config.param_multiplier": lacking("there is no such thing here", off=(1,)),
     "train.train_text_encoder": by(_texts, TEXT_RATES),
     "train.train_unet": DENOISER_LEARNS,
-    "train.unload_text_encoder": by(
-        _one_caption,
-        "",
+    "train.unload_text_encoder": lost_if(
+        lambda value, around: truth(value) and not is_on(around["train.cache_text_embeddings"] or False),
         "every image is trained on the trigger word or an empty caption there, on its own here",
-        changes=True,
+        "texts are cached here, too, before the training",
     ),
     "train.noise_scheduler": lacking(
         "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
@@ -414,6 +399,9 @@ DEFAULTS: Mapping[str, Any] = {
     "sample.sample_steps": 20,
     "sample.guidance_scale": 7,
 }
+OF_CONTROLS = lost_if(
+    lambda value, around: any(around[key] is not None for key in CONTROLS), ALIKE, "means nothing without control_path"
+)
 DATASET_RULES: Mapping[str, KeyRule] = {
     "folder_path": path_to("source.path"),
     "dataset_path": path_to("source.path"),
@@ -438,9 +426,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "alpha_mask": switch("source.masks", "alpha"),
     "mask_path": path_to("source.masks"),
     **dict.fromkeys(CONTROLS, by(_controls, "source.control_images")),
-    **dict.fromkeys(
-        ("full_size_control_images", "control_transparent_color"), by(_of_controls, "", ALIKE, changes=True)
-    ),
+    **dict.fromkeys(("full_size_control_images", "control_transparent_color"), OF_CONTROLS),
     "mask_min_value": same("loss.unmasked_weight", number),
     **unused_keys("ai-toolkit datasets"),
 }

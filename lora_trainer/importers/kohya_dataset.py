@@ -21,6 +21,7 @@ from lora_trainer.importers.rules import (
     by,
     is_on,
     lacking,
+    lost_if,
     nothing,
     number,
     path_to,
@@ -60,12 +61,6 @@ def _buckets(value: Any, around: Around) -> Took:
         return Took({}, "shapes lie within data.max_aspect")
     ratio = number(longest) / number(shortest)
     return Took({"data.max_aspect": round(min(max(ratio, 1.0), MOST_ASPECT), 3)}, "max_bucket_reso ÷ min_bucket_reso")
-
-
-def _attributes(value: Any, around: Around) -> Took:
-    """A table of a subset, of which its scripts read one key."""
-    on = isinstance(value, Mapping) and is_on(value.get("diff_output_preservation") or False)
-    return Took({}) if on else Took({}, "its scripts read diff_output_preservation alone", "ignored")
 
 
 def _resolution(value: Any, around: Around) -> Took:
@@ -121,11 +116,12 @@ SUBSET_RULES: Mapping[str, KeyRule] = {
     "token_warmup_min": lacking("captions have all their tags from the start", off=(0, 1)),
     "token_warmup_step": lacking("captions have all their tags from the start"),
     "resize_interpolation": lacking("images are always resized in the same way here"),
-    "custom_attributes": by(
-        _attributes,
-        "",
+    "custom_attributes": lost_if(
+        lambda value, around: (
+            isinstance(value, Mapping) and bool(is_on(value.get("diff_output_preservation") or False))
+        ),
         "output preservation: the base model's own prediction is the target there, here these images are trained as they are",
-        changes=True,
+        "its scripts read diff_output_preservation alone",
     ),
     "cache_info": nothing("what was read of an image is always kept"),
 }

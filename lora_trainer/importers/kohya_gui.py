@@ -21,7 +21,19 @@ from lora_trainer.importers.kohya_keys import (
 )
 from lora_trainer.importers.network_kinds import NETWORK_ARGUMENTS, TYPE, kohya_kind, with_kind
 from lora_trainer.importers.reading import Around, KeyRule, Reading, Took, is_empty, pairs
-from lora_trainer.importers.rules import by, is_on, nothing, number, part_of, same, text, truth, unused_keys, whole
+from lora_trainer.importers.rules import (
+    by,
+    is_on,
+    lost_if,
+    nothing,
+    number,
+    part_of,
+    same,
+    text,
+    truth,
+    unused_keys,
+    whole,
+)
 from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
@@ -73,13 +85,6 @@ def _with_convolutions(rule: KeyRule) -> KeyRule:
         return rule.read(value, around)
 
     return replace(rule, read=read)
-
-
-def _single_blocks(value: Any, around: Around) -> Took:
-    """The GUI trains the single blocks alone where it splits a FLUX.1 model, to save memory."""
-    if not truth(value) or str(around["LoRA_type"]).lower() != "flux1":
-        return Took({}, "off" if not truth(value) else "means nothing for this kind of network", "ignored")
-    return Took({})
 
 
 def _epochs(value: Any, around: Around) -> Took:
@@ -135,7 +140,11 @@ def _rules() -> dict[str, KeyRule]:
         **unused_keys("kohya GUI"),
         **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},
         "LyCORIS_preset": _with_convolutions(kohya.RULES["network_args.preset"]),
-        "split_mode": by(_single_blocks, "", "only FLUX.1's single blocks learn there, all do here", changes=True),
+        "split_mode": lost_if(
+            lambda value, around: truth(value) and str(around["LoRA_type"]).lower() == "flux1",
+            "only FLUX.1's single blocks learn there, all do here",
+            "off, or for another kind of network",
+        ),
         **{key: of_flow(kohya.RULES[name]) for key, name in (("sd3_clip_l", "clip_l"), ("sd3_t5xxl", "t5xxl"))},
         "split_qkv": of_flow(SPLIT_QKV),
         **{key: of_flow(rule) for key, rule in unused_keys("kohya GUI, flow matching").items()},

@@ -28,6 +28,7 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
+    lost_if,
     number,
     only_with,
     part_of,
@@ -285,12 +286,9 @@ def _unet_only(value: Any, around: Around) -> Took:
     return rates_of_texts(around["learning_rate"], around)
 
 
-def _split(value: Any, around: Around) -> Took:
-    return Took({}, "as here", "ignored") if truth(value) else Took({})
-
-
-SPLIT_QKV = by(
-    _split, "", "a fused layer of query, key and value has one down matrix there, here each has its own", changes=True
+SPLIT_QKV = lost_if(
+    lambda value, around: not truth(value),
+    "a fused layer of query, key and value has one down matrix there, here each has its own",
 )
 
 

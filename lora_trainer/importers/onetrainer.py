@@ -42,6 +42,7 @@ from lora_trainer.importers.rules import (
     count,
     is_on,
     lacking,
+    lost_if,
     number,
     other_file,
     part_of,
@@ -161,12 +162,12 @@ def _of_denoiser(part: str, rule: KeyRule) -> KeyRule:
 
 def _stop_of(part: str) -> KeyRule:
     """The end of a part's training, whose unit another key says."""
-
-    def read(value: Any, around: Around) -> Took:
-        unit = str(around[f"{part}.stop_training_after_unit"] or "NEVER").upper()
-        return Took({}, "off", "ignored") if unit == "NEVER" or not is_on(value) else Took({})
-
-    return by(read, "", "what learns does so to the end of the run", changes=True)
+    unit = f"{part}.stop_training_after_unit"
+    return lost_if(
+        lambda value, around: bool(is_on(value)) and str(around[unit] or "NEVER").upper() != "NEVER",
+        "what learns does so to the end of the run",
+        "off",
+    )
 
 
 def _batch(value: Any, around: Around) -> Took:
@@ -186,11 +187,6 @@ def _length(model: str, value: Any, around: Around) -> Took:
     if str(around["model_type"] or "").upper() != model:
         return Took({}, "not read for this model", "ignored")
     return Took({"text_encoder.max_sequence_length": whole(value)})
-
-
-def _average_interval(value: Any, around: Around) -> Took:
-    off = str(around["ema"] or "OFF").upper() == "OFF"
-    return Took({}, "as here", "ignored") if off or number(value) == 1 else Took({})
 
 
 def _t5(value: Any, around: Around) -> Took:
@@ -408,7 +404,10 @@ RULES: Mapping[str, KeyRule] = {
     "gradient_checkpointing": CHECKPOINTED,
     "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
     "ema_decay": part_of("ema", "train.ema_decay"),
-    "ema_update_step_interval": by(_average_interval, "", "the average follows each step", changes=True),
+    "ema_update_step_interval": lost_if(
+        lambda value, around: number(value) != 1 and str(around["ema"] or "OFF").upper() != "OFF",
+        "the average follows each step",
+    ),
     "peft_type": by(_peft_type, TYPE),
     "lora_rank": _size_of("LORA", "LOHA"),
     "lora_alpha": by(_alpha, ALPHA),

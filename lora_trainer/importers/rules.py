@@ -118,6 +118,15 @@ def lacking(why: str, off: tuple[Any, ...] = ()) -> KeyRule:
     return KeyRule("changed", (), why, read)
 
 
+def lost_if(is_lost: Callable[[Any, Around], bool], why: str, otherwise: str = "as here") -> KeyRule:
+    """A key that affects training and does not exist here, where `is_lost` holds for its value and the other keys."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({}) if is_lost(value, around) else Took({}, otherwise, "ignored")
+
+    return by(read, "", why, changes=True)
+
+
 def _plain(value: Any) -> float | str:
     """A number, whether it is quoted or not, else the text in lower case."""
     try:

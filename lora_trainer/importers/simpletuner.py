@@ -51,6 +51,7 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
+    lost_if,
     nothing,
     number,
     part_of,
@@ -207,24 +208,11 @@ def _texts(value: Any, around: Around) -> Took:
     return Took(text_rates([number(rate)], around["lora_alpha"]))
 
 
-def _flavor(value: Any, around: Around) -> Took:
-    if around["pretrained_model_name_or_path"] is not None:
-        return Took({}, "pretrained_model_name_or_path rules", "ignored")
-    return Took({})
-
-
 def _length(value: Any, around: Around) -> Took:
     """Tokens of T5 or a language model; CLIP has its own number."""
     if not is_simpletuner_flow(around.keys):
         return Took({}, "CLIP reads chunks of 75 tokens (text_encoder.max_tokens)", "ignored")
     return Took({"text_encoder.max_sequence_length": whole(value)})
-
-
-def _segments(value: Any, around: Around) -> Took:
-    """Whether timesteps of a batch are drawn one by one, which only diffusion models have a choice of."""
-    if truth(value) or is_simpletuner_flow(around.keys) or count(around, "train_batch_size") == 1:
-        return Took({}, "as here", "ignored")
-    return Took({})
 
 
 def _shape(value: Any, around: Around) -> Took:
@@ -357,13 +345,17 @@ RULES: Mapping[str, KeyRule] = {
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
     "revision": unless_off("model.revision", text),
-    "model_flavour": by(_flavor, "", "it names the base model there: set model.path to that model", changes=True),
+    "model_flavour": lost_if(
+        lambda value, around: around["pretrained_model_name_or_path"] is None,
+        "it names the base model there: set model.path to that model",
+        "pretrained_model_name_or_path rules",
+    ),
     "tokenizer_max_length": by(_length, "text_encoder.max_sequence_length"),
-    "disable_segmented_timestep_sampling": by(
-        _segments,
-        "",
+    "disable_segmented_timestep_sampling": lost_if(  # of diffusion models alone
+        lambda value, around: (
+            not (truth(value) or is_simpletuner_flow(around.keys)) and count(around, "train_batch_size") > 1
+        ),
         "a batch has one timestep of each part of the schedule there, each sample its own here",
-        changes=True,
     ),
     "caption_strategy": part_of("caption_strategy of the datasets that set none", "captions.extension"),
     **unused_keys("SimpleTuner"),

@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
-from lora_trainer.importers.rules import by, count, is_on, lookup, number, text, truth, whole
+from lora_trainer.importers.rules import by, count, is_on, lookup, lost_if, number, text, truth, whole
 
 # Name without case and punctuation -> (ours, how it differs).
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -276,11 +276,7 @@ def negative_of(samples: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any
     return {"sample.negative_prompt": found.pop()} if len(found) == 1 and "" not in found else {}
 
 
-def _denoiser_learns(value: Any, around: Around) -> Took:
-    return Took({}, "as here", "ignored") if truth(value) else Took({})
-
-
-DENOISER_LEARNS = by(_denoiser_learns, "", "the denoiser learns here, always", changes=True)
+DENOISER_LEARNS = lost_if(lambda value, around: not truth(value), "the denoiser learns here, always")
 
 
 def _trackers(value: Any, around: Around) -> Took:
