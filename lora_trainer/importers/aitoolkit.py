@@ -270,7 +270,9 @@ CONTROLS = ("control_path", "control_path_1", "control_path_2", "control_path_3"
 def _controls(value: Any, around: Around) -> Took:
     """All control folders, in the order of their keys, by each of the keys; numbered ones replace the one without."""
     keys = [key for key in CONTROLS if around[key] is not None]
-    named = [place for key in keys[len(keys) > 1 and keys[0] == "control_path" :] for place in texts(around[key])]
+    if len(keys) > 1 and keys[0] == "control_path":
+        keys = keys[1:]
+    named = [place for key in keys for place in texts(around[key])]
     return Took({"source.control_images": [located(around.folder, place) for place in named]})
 
 

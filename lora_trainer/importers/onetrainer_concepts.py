@@ -118,7 +118,7 @@ def _images_cached(value: Any, around: Around) -> Took:
     if around["config.latent_caching"] is False:
         return Took({}, "means nothing without latent_caching", "ignored")
     varied = [key for key, rule in CONCEPT_RULES.items() if rule is COLOR or key == "image.enable_random_flip"]
-    settings = {}
+    settings: dict[str, Any] = {}
     if is_on(around["image.enable_crop_jitter"] or False):
         settings = {"data.crop_variants": min(max(1, whole(value)), 64)}
     if any(is_on(around[key] or False) for key in varied):
