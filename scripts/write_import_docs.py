@@ -42,7 +42,7 @@ Written by `scripts/write_import_docs.py` from `lora_trainer/importers`; edit th
 
 The command recognizes the kind of file by its content. It lists every key, in this order: unknown keys; keys whose
 meaning changes (how); defaults of the other trainer that differ from ours, written out so that the run is the same;
-ignored keys (why); keys that mean the same here. `--json` prints all of it as one document. In the TOML a comment behind
+ignored keys (why), which change what is learned by rounding at most; keys that mean the same here. `--json` prints all of it as one document. In the TOML a comment behind
 each setting names the key that it comes from. An existing file is never overwritten.
 
 A setting is called `source.flip` below where each dataset has its own. The command prints its place in the TOML:

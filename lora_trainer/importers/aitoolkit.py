@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.importers.flow_words import AITOOLKIT, AITOOLKIT_DEFAULTS, NOT_OF_FLOWS, is_aitoolkit_flow, of_flows
+from lora_trainer.importers.flow_words import (
+    AITOOLKIT,
+    AITOOLKIT_DEFAULTS,
+    NOT_OF_FLOWS,
+    NOT_READ,
+    is_aitoolkit_flow,
+    of_flows,
+)
 from lora_trainer.importers.kohya_blocks import ALPHAS, CONVOLUTIONS, RANKS
 from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
 from lora_trainer.importers.kohya_keys import (
@@ -18,6 +25,7 @@ from lora_trainer.importers.kohya_keys import (
     betas,
 )
 from lora_trainer.importers.merge import RESOLUTIONS, add_together, flattened, no_validation, read_tables
+from lora_trainer.importers.musubi_dataset import ALIKE
 from lora_trainer.importers.network_kinds import (
     ALPHA,
     FACTOR,
@@ -36,6 +44,7 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
+    lost_if,
     number,
     part_of,
     path_to,
@@ -53,11 +62,13 @@ from lora_trainer.importers.words import (
     ALL_OF_BLOCKS,
     ALWAYS_ON,
     CHECKPOINTING,
+    DENOISER_LEARNS,
     EXPORT_DTYPE,
     MODEL,
     NOT_LORA,
     OF_BLOCKS,
     OPTIMIZER,
+    OTHER_BITS,
     PRECISION,
     PRODIGY_SWITCH,
     READ_FROM_MODEL,
@@ -65,6 +76,9 @@ from lora_trainer.importers.words import (
     VAE,
     average_with,
     batch_of,
+    fewer_bits,
+    negative_of,
+    prediction,
     schedule,
     text_rates,
 )
@@ -101,6 +115,21 @@ NOT_TRAINED = {
     "zimage_l2p": "Z-Image in pixels is not trained here; Z-Image is",
     **dict.fromkeys(("flex1", "flex2"), "Flex is not trained here; FLUX.1 is"),
 }
+
+
+def _merged(value: Any, around: Around) -> Took:
+    """A LoRA that is fused into Stable Diffusion and FLUX.1; its code for other models does not read the key."""
+    arch = str(around["model.arch"] or "sd1").lower().split(":")[0]
+    if arch not in ("sd1", "sd15", "sd2", "sdxl", "sd", "flux"):
+        return Took({}, NOT_READ, "ignored")
+    return Took({"model.loras": {located(around.folder, text(value)): 1.0}})
+
+
+def _quantized(value: Any, around: Around) -> Took:
+    """Weights in the bits of `qtype`."""
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    return fewer_bits(str(around["model.qtype"] or "qfloat8"))
 
 
 def _assistant(value: Any, around: Around) -> Took:
@@ -208,9 +237,12 @@ def _guidance_target(value: Any, around: Around) -> Took:
 
 
 def _samples(value: Any, around: Around) -> Took:
-    listed = value if isinstance(value, list) else []
-    found = [each["prompt"] for each in listed if isinstance(each, Mapping) and isinstance(each.get("prompt"), str)]
-    return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
+    listed = [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    found = [each for each in listed if isinstance(each.get("prompt"), str)]
+    if not found:
+        return Took({}, "not set", "ignored")
+    negative = negative_of([{"neg": around["sample.neg"], **each} for each in found], "neg")
+    return Took({"sample.prompts": [each["prompt"] for each in found], **negative})
 
 
 def _arch(value: Any, around: Around) -> Took:
@@ -236,8 +268,11 @@ CONTROLS = ("control_path", "control_path_1", "control_path_2", "control_path_3"
 
 
 def _controls(value: Any, around: Around) -> Took:
-    """All control folders, in the order of their keys, by each of the keys."""
-    named = [place for key in CONTROLS if around[key] is not None for place in texts(around[key])]
+    """All control folders, in the order of their keys, by each of the keys; numbered ones replace the one without."""
+    keys = [key for key in CONTROLS if around[key] is not None]
+    if len(keys) > 1 and keys[0] == "control_path":
+        keys = keys[1:]
+    named = [place for key in keys for place in texts(around[key])]
     return Took({"source.control_images": [located(around.folder, place) for place in named]})
 
 
@@ -272,7 +307,11 @@ RULES: Mapping[str, KeyRule] = {
     "network.dropout": unless_off("lora.dropout", number),
     "network.network_kwargs.only_if_contains": lacking("lora.target_modules says which layers learn"),
     "network.network_kwargs.ignore_if_contains": lacking("lora.target_modules says which layers learn"),
-    "network.pretrained_lora_path": lacking("training does not start from a LoRA"),
+    "network.pretrained_lora_path": path_to("lora.network_weights"),
+    "network.transformer_only": lost_if(
+        lambda value, around: not truth(value) and is_aitoolkit_flow(around.keys),
+        "only layers of the blocks learn here",
+    ),
     "network.all_layers": lacking("only linear layers and convolutions learn"),
     "save.save_every": unless_off("checkpoint.every_n_steps checkpoint.export_every_n_steps", whole),
     "save.max_step_saves_to_keep": unless_off("checkpoint.export_keep_last", whole),
@@ -281,7 +320,7 @@ RULES: Mapping[str, KeyRule] = {
     "model.arch": by(_arch, "", OTHER_FAMILY),
     **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow lumina2 ssd vega".split()},
     "model.vae_path": VAE,
-    "model.lora_path": lacking("no LoRA is merged into the base before"),
+    "model.lora_path": by(_merged, "model.loras"),
     "model.assistant_lora_path": by(_assistant, "model.training_adapter"),
     "model.refiner_name_or_path": lacking("refiners are not trained"),
     "model.unet_path": lacking("the model's own denoiser is used"),
@@ -300,11 +339,16 @@ RULES: Mapping[str, KeyRule] = {
     "train.lr_scheduler_params.num_warmup_steps": same("lr_scheduler.warmup_steps", whole),
     "train.dtype": PRECISION,
     "model.split_model_over_gpus": switch("memory.second_gpu", "auto", "over two GPUs, by their free memory"),
-    "model.quantize": switch("memory.weight_dtype", "fp8", "weights are kept in fp8 here"),
+    "model.quantize": by(_quantized, "memory.weight_dtype", OTHER_BITS),
+    "model.qtype": part_of("model.quantize", "memory.weight_dtype"),
+    "model.is_v_pred": prediction("model.name_or_path", "v_prediction"),
     "train.gradient_checkpointing": CHECKPOINTING,
     "train.max_grad_norm": same("optimizer.max_grad_norm", number),
     "train.min_snr_gamma": unless_off("loss.min_snr_gamma", number),
     "train.snr_gamma": unless_off("loss.min_snr_gamma", number),
+    "train.prompt_dropout_prob": unless_off(
+        "captions.dropout", number, "each text encoder drops a caption by itself there, here all do at once"
+    ),
     "train.noise_offset": unless_off("noise.offset", number),
     "train.loss_type": by(_loss, "loss.type", "others than ours are replaced"),
     "train.reg_weight": same("loss.prior_loss_weight", number),
@@ -313,13 +357,13 @@ RULES: Mapping[str, KeyRule] = {
     "train.ema_config.use_ema": average_with("train.ema_config.ema_decay", 0.999),
     "train.ema_config.ema_decay": part_of("train.ema_config.use_ema", "train.ema_decay"),
     "train.ema_config.use_feedback": lacking("there is no such thing here"),
-    "train.ema_config.param_multiplier": lacking("there is no such thing here", off=(1, 1.0)),
+    "train.ema_config.param_multiplier": lacking("there is no such thing here", off=(1,)),
     "train.train_text_encoder": by(_texts, TEXT_RATES),
-    "train.train_unet": by(
-        lambda value, around: Took({}, "as here", "ignored") if truth(value) else Took({}),
-        "",
-        "the denoiser learns here, always",
-        changes=True,
+    "train.train_unet": DENOISER_LEARNS,
+    "train.unload_text_encoder": lost_if(
+        lambda value, around: truth(value) and not is_on(around["train.cache_text_embeddings"] or False),
+        "every image is trained on the trigger word or an empty caption there, on its own here",
+        "texts are cached here, too, before the training",
     ),
     "train.noise_scheduler": lacking(
         "the model's own schedule is followed", off=("ddpm", "ddim", "euler", "flowmatch")
@@ -329,7 +373,13 @@ RULES: Mapping[str, KeyRule] = {
     **unused_keys("ai-toolkit"),
     "sample.sample_every": same("sample.every_n_steps", whole),
     "sample.prompts": unless_off("sample.prompts", texts),
-    "sample.samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
+    "sample.samples": by(
+        _samples, "sample.prompts sample.negative_prompt", "their own sizes and seeds are left out", changes=True
+    ),
+    "sample.neg": unless_off("sample.negative_prompt", text),
+    "sample.network_multiplier": by(
+        lambda value, around: Took({"sample.strengths": [number(value)]}), "sample.strengths"
+    ),
     "sample.sample_steps": same("sample.num_inference_steps", whole),
     "sample.guidance_scale": same("sample.guidance_scale", number),
 }
@@ -351,6 +401,9 @@ DEFAULTS: Mapping[str, Any] = {
     "sample.sample_steps": 20,
     "sample.guidance_scale": 7,
 }
+OF_CONTROLS = lost_if(
+    lambda value, around: any(around[key] is not None for key in CONTROLS), ALIKE, "means nothing without control_path"
+)
 DATASET_RULES: Mapping[str, KeyRule] = {
     "folder_path": path_to("source.path"),
     "dataset_path": path_to("source.path"),
@@ -375,6 +428,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "alpha_mask": switch("source.masks", "alpha"),
     "mask_path": path_to("source.masks"),
     **dict.fromkeys(CONTROLS, by(_controls, "source.control_images")),
+    **dict.fromkeys(("full_size_control_images", "control_transparent_color"), OF_CONTROLS),
     "mask_min_value": same("loss.unmasked_weight", number),
     **unused_keys("ai-toolkit datasets"),
 }

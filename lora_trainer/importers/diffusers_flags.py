@@ -148,8 +148,11 @@ RULES: Mapping[str, KeyRule] = {
     "random_flip": same("data.flip", truth),
     "max_train_steps": same("train.max_steps", whole),
     "num_train_epochs": by(_epochs, "train.max_epochs"),
-    "train_batch_size": batch_of("gradient_accumulation_steps"),
-    "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
+    "train_batch_size": batch_of("gradient_accumulation_steps", "num_processes"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "num_processes"), part_of("train_batch_size", "train.effective_batch_size")
+    ),
+    "revision": unless_off("model.revision", text),
     "seed": same("train.seed", whole),
     "rank": same("lora.rank", whole),
     "lora_alpha": same("lora.alpha", number),

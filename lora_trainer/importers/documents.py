@@ -82,9 +82,11 @@ def _flags(text: str) -> dict[str, Any]:
     variables = _variables(lines)
     words = shlex.split(max(commands, key=lambda line: line.count(" --")), comments=True)
     script = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
-    # The launcher's own flags precede the script; only the precision matters to the run.
+    # The launcher's own flags precede the script; the precision and the number of processes matter to the run.
     launcher = {
-        key: value for key, value in _values_of_flags(words[:script], variables).items() if key == "mixed_precision"
+        key: value
+        for key, value in _values_of_flags(words[:script], variables).items()
+        if key in ("mixed_precision", "num_processes")
     }
     found = {**launcher, **_values_of_flags(words[script:], variables)}
     return {SCRIPT: words[script], **found} if words[script].endswith(".py") else found

@@ -167,7 +167,7 @@ KOHYA: Mapping[str, KeyRule] = {
         for key in ("logit_mean", "logit_std", "mode_scale", "training_shift")
     },
     "model_prediction_type": of_flow(lacking("the flow's own velocity is learned", off=("raw",))),
-    "guidance_scale": of_flow(lacking(NO_GUIDANCE, off=(1, 1.0))),
+    "guidance_scale": of_flow(lacking(NO_GUIDANCE, off=(1,))),
 }
 
 
@@ -213,7 +213,7 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
         for key in ("flux_fast_schedule", "flow_custom_timesteps", "flow_cubic_schedule_weights")
     },
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
-    "flux_guidance_value": lacking(NO_GUIDANCE, off=(1, 1.0)),
+    "flux_guidance_value": lacking(NO_GUIDANCE, off=(1,)),
 }
 ONETRAINER_FLOWS = (
     "STABLE_DIFFUSION_3",

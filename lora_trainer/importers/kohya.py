@@ -24,7 +24,14 @@ from lora_trainer.importers.rules import by, count, is_on, lacking, other_file, 
 
 TABLES = ("network_args", "optimizer_args")  # lists of `key=value`
 # What an option of the script is called in a dataset TOML.
-NAMES = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats", "caption_extention": "caption_extension"}
+NAMES = {
+    "train_batch_size": "batch_size",
+    "dataset_repeats": "num_repeats",
+    "caption_extention": "caption_extension",
+    "max_resolution": "resolution",
+}
+# What the GUI and programs after it call options of the scripts.
+OTHER_NAMES = {"optimizer": "optimizer_type", "max_resolution": "resolution"}
 
 
 def _train_source(value: Any, around: Around) -> Took:
@@ -48,9 +55,9 @@ def _regularization(value: Any, around: Around) -> Took:
 
 
 def _batch(value: Any, around: Around) -> Took:
-    """Samples of one optimizer step: over accumulation and all processes."""
+    """Samples of one optimizer step: over accumulation and all processes, which accelerate counts over all machines."""
     factors = [count(around, key) for key in ("train_batch_size", "gradient_accumulation_steps")]
-    processes = count(around, "num_processes") * count(around, "num_machines")
+    processes = count(around, "num_processes")
     product = factors[0] * factors[1] * processes
     shown = " × ".join(str(each) for each in (*factors, *([processes] if processes > 1 else [])))
     return Took({"train.effective_batch_size": product}, "" if product == factors[0] else f"{shown} samples in a step")
@@ -113,12 +120,18 @@ DATA_RULES: Mapping[str, KeyRule] = {
     ),
     "masked_loss": by(_masked_loss, SOURCES, AREA_OF_MASK, changes=True),
     "train_batch_size": by(_batch, "train.effective_batch_size"),
-    "gradient_accumulation_steps": part_of("train_batch_size", "train.effective_batch_size"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "num_processes"), part_of("train_batch_size", "train.effective_batch_size")
+    ),
     "validation_split": by(_validation_split, "validation.split checkpoint.export_weights"),
     **_SHARED,
     "caption_extention": _SHARED["caption_extension"],
 }
-RULES: Mapping[str, KeyRule] = {**DATA_RULES, **TRAINING_RULES}
+RULES: Mapping[str, KeyRule] = {
+    **DATA_RULES,
+    **TRAINING_RULES,
+    **{other: {**DATA_RULES, **TRAINING_RULES}[name] for other, name in OTHER_NAMES.items()},
+}
 DEFAULTS: Mapping[str, Any] = {
     "train_batch_size": 1,
     "validation_split": 0.0,
@@ -170,13 +183,14 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     keys = flat(document)
     reading = Reading(TOOL, path)
     defaults = dict(DEFAULTS)
-    if not is_empty(keys.get("caption_extention")):
-        defaults.pop("caption_extension")
+    for other, name in {"caption_extention": "caption_extension", **OTHER_NAMES}.items():
+        if not is_empty(keys.get(other)):
+            defaults.pop(name, None)
     if not is_empty(keys.get("dataset_config")):
         for key in set(DATA_RULES) & set(defaults):
             del defaults[key]
     rules = of_flows(RULES, NOT_READ, "ignored") if kohya_family(keys) else RULES
-    reading.take_all(keys, rules, {**defaults, **KOHYA_DEFAULTS.get(kohya_family(keys), {})})
+    reading.take_all(keys, rules, {**defaults, **KOHYA_DEFAULTS.get(kohya_family(keys), {})}, OTHER_NAMES)
     add_dataset(reading, keys)
     return reading
 
@@ -201,8 +215,9 @@ def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
     data = dataset_reading(path, document, known)
     reading.problems.extend(data.problems)
     reading.lines.extend(data.lines)
-    accumulation = count(Around(keys, path.parent), "gradient_accumulation_steps")
-    data.settings["train.effective_batch_size"] = data.settings.get("train.effective_batch_size", 1) * accumulation
+    around = Around(keys, path.parent)
+    more = count(around, "gradient_accumulation_steps") * count(around, "num_processes")
+    data.settings["train.effective_batch_size"] = data.settings.get("train.effective_batch_size", 1) * more
     for name, value in data.settings.items():
         reading.settings[name] = value
         reading.origin[name] = data.origin.get(name, path.name)

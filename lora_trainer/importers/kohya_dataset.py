@@ -21,6 +21,7 @@ from lora_trainer.importers.rules import (
     by,
     is_on,
     lacking,
+    lost_if,
     nothing,
     number,
     path_to,
@@ -112,10 +113,16 @@ SUBSET_RULES: Mapping[str, KeyRule] = {
         f"masks of the loss, never ControlNet's images; {AREA_OF_MASK}",
         changes=True,
     ),
-    "token_warmup_min": lacking("captions have all their tags from the start", off=(1,)),
+    "token_warmup_min": lacking("captions have all their tags from the start", off=(0, 1)),
     "token_warmup_step": lacking("captions have all their tags from the start"),
     "resize_interpolation": lacking("images are always resized in the same way here"),
-    "custom_attributes": nothing("notes for other scripts"),
+    "custom_attributes": lost_if(
+        lambda value, around: (
+            isinstance(value, Mapping) and bool(is_on(value.get("diff_output_preservation") or False))
+        ),
+        "output preservation: the base model's own prediction is the target there, here these images are trained as they are",
+        "its scripts read diff_output_preservation alone",
+    ),
     "cache_info": nothing("what was read of an image is always kept"),
 }
 DATASET_RULES: Mapping[str, KeyRule] = {
@@ -128,7 +135,7 @@ DATASET_RULES: Mapping[str, KeyRule] = {
     "bucket_no_upscale": same("data.bucket_no_upscale", truth),
     "validation_split": same("validation.split", number),
     "validation_seed": same("validation.split_seed", whole),
-    "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1, 1.0)),
+    "network_multiplier": lacking("the LoRA's strength is 1 in training", off=(1,)),
 }
 RULES: Mapping[str, KeyRule] = {**DATASET_RULES, **SUBSET_RULES, **musubi_dataset.RULES}
 # Defaults of kohya's scripts that differ from ours.

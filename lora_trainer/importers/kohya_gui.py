@@ -13,6 +13,7 @@ from lora_trainer.importers.kohya_blocks import LOCON
 from lora_trainer.importers.kohya_keys import (
     IN_BUCKETS,
     RULES,
+    SPLIT_QKV,
     TARGETS,
     epochs,
     share_of_steps,
@@ -20,7 +21,19 @@ from lora_trainer.importers.kohya_keys import (
 )
 from lora_trainer.importers.network_kinds import NETWORK_ARGUMENTS, TYPE, kohya_kind, with_kind
 from lora_trainer.importers.reading import Around, KeyRule, Reading, Took, is_empty, pairs
-from lora_trainer.importers.rules import by, is_on, nothing, number, part_of, same, text, unused_keys, whole
+from lora_trainer.importers.rules import (
+    by,
+    is_on,
+    lost_if,
+    nothing,
+    number,
+    part_of,
+    same,
+    text,
+    truth,
+    unused_keys,
+    whole,
+)
 from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
@@ -32,8 +45,7 @@ from lora_trainer.importers.words import (
 TOOL = "kohya GUI"
 # The GUI's name -> the script's.
 NAMES: Mapping[str, str] = {
-    "optimizer": "optimizer_type",
-    "max_resolution": "resolution",
+    **kohya.OTHER_NAMES,
     "LoRA_type": "network_module",
     "lora_network_weights": "network_weights",
     "sdxl_no_half_vae": "no_half_vae",
@@ -125,10 +137,16 @@ def _rules() -> dict[str, KeyRule]:
         "noise_offset": _noise("original", "noise_offset"),
         "multires_noise_iterations": _noise("multires", "multires_noise_iterations"),
         "multires_noise_discount": _noise("multires", "multires_noise_discount"),
-        "num_processes": part_of("train_batch_size", "train.effective_batch_size"),
-        "num_machines": part_of("train_batch_size", "train.effective_batch_size"),
         **unused_keys("kohya GUI"),
         **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},
+        "LyCORIS_preset": _with_convolutions(kohya.RULES["network_args.preset"]),
+        "split_mode": lost_if(
+            lambda value, around: truth(value) and str(around["LoRA_type"]).lower() == "flux1",
+            "only FLUX.1's single blocks learn there, all do here",
+            "off, or for another kind of network",
+        ),
+        **{key: of_flow(kohya.RULES[name]) for key, name in (("sd3_clip_l", "clip_l"), ("sd3_t5xxl", "t5xxl"))},
+        "split_qkv": of_flow(SPLIT_QKV),
         **{key: of_flow(rule) for key, rule in unused_keys("kohya GUI, flow matching").items()},
         **{
             key: of_flow(part_of("text_encoder_lr", "text_encoder.learning_rates"))
@@ -175,7 +193,7 @@ def is_kohya_gui(document: Any) -> bool:
     """Whether a parsed JSON is a file of the GUI."""
     if not isinstance(document, Mapping):
         return False
-    marks = ("LoRA_type", "max_resolution", "noise_offset_type", "sdxl_no_half_vae", "lr_warmup")
+    marks = ("LoRA_type", "max_resolution", "noise_offset_type", "sdxl_no_half_vae", "lr_warmup", "optimizer")
     return sum(key in document for key in marks) >= 2
 
 

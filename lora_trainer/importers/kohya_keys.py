@@ -28,6 +28,7 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
+    lost_if,
     number,
     only_with,
     part_of,
@@ -59,6 +60,7 @@ from lora_trainer.importers.words import (
     SHOWN_BY,
     TEXT_RATES,
     VAE,
+    negative_of,
     prediction,
     text_rates,
 )
@@ -164,16 +166,16 @@ def betas(value: Any, around: Around) -> Took:
 
 
 def _kept(ours: str) -> KeyRule:
-    """Files kept: the last n steps over the distance between two."""
+    """Files of the last n steps: the newest, and each that is at most n steps older."""
 
     def read(value: Any, around: Around) -> Took:
         if not is_on(value):
             return Took({}, "off", "ignored")
         if not is_on(around["save_every_n_steps"] or 0):
             return Took({}, "means nothing without save_every_n_steps", "ignored")
-        return Took({ours: max(1, whole(value) // count(around, "save_every_n_steps"))})
+        return Took({ours: whole(value) // count(around, "save_every_n_steps") + 1})
 
-    return by(read, ours, "so many as save_every_n_steps puts into it", changes=True)
+    return by(read, ours)
 
 
 def _state_too(value: Any, around: Around) -> Took:
@@ -218,7 +220,7 @@ def _weighting(name: str, *before: str) -> KeyRule:
     return by(read, "loss.weighting")
 
 
-def prompts(value: Any, around: Around) -> Took:
+def drawn_prompts(value: Any, around: Around) -> Took:
     """A file with a prompt on each line, its options behind `--`; or the lines themselves."""
     lines = [text(value)] if "\n" not in text(value) else text(value).splitlines()
     path = Path(located(around.folder, text(value)))
@@ -229,12 +231,14 @@ def prompts(value: Any, around: Around) -> Took:
             lines = read_text(path, MOST_PROMPT_BYTES).splitlines()
         except TextError as error:
             return Took({}, f"{path} {error}", "changed")
-    found = [line.split(" --")[0].strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    options = any(" --" in line for line in lines)
-    if not found:
+    prompts = [line.split(" --") for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not prompts:
         return Took({}, "no prompts in it", "ignored")
-    why = "sizes, seeds and negative prompts behind -- are left out" if options else ""
-    return Took({"sample.prompts": found}, why, "changed" if options else "mapped")
+    negative = negative_of([dict(option.partition(" ")[::2] for option in options) for _, *options in prompts], "n")
+    options = any(len(prompt) > 1 + len(negative) for prompt in prompts)
+    why = "sizes, seeds and other options behind -- are left out" if options else ""
+    found = {"sample.prompts": [prompt[0].strip() for prompt in prompts], **negative}
+    return Took(found, why, "changed" if options else "mapped")
 
 
 def trains_texts(around: Around) -> bool:
@@ -282,6 +286,12 @@ def _unet_only(value: Any, around: Around) -> Took:
     return rates_of_texts(around["learning_rate"], around)
 
 
+SPLIT_QKV = lost_if(
+    lambda value, around: not truth(value),
+    "a fused layer of query, key and value has one down matrix there, here each has its own",
+)
+
+
 def _max_tokens(value: Any, around: Around) -> Took:
     tokens = whole(value) if is_on(value) else 75
     return Took({"text_encoder.max_tokens": tokens}) if tokens not in (75, 77) else Took({}, "as here", "ignored")
@@ -311,10 +321,11 @@ RULES: Mapping[str, KeyRule] = {
     **{f"network_args.{key}": part_of("network_module", TARGETS) for key in ("enable_all_linear", "enable_conv")},
     "network_args.preset": lacking("lora.target_modules says which layers learn", off=("full",)),
     "network_args.dropout": unless_off("lora.dropout", number),
+    "network_args.split_qkv": SPLIT_QKV,
     "optimizer_type": OPTIMIZER,
     "optimizer_args.weight_decay": same("optimizer.weight_decay", number),
     "optimizer_args.betas": by(betas, "optimizer.beta1 optimizer.beta2"),
-    "optimizer_args.decouple": lacking("weight decay is always decoupled", off=("True", "true")),
+    "optimizer_args.decouple": lacking("weight decay is always decoupled", off=(True,)),
     **{f"optimizer_args.{name}": PRODIGY_SWITCH for name in ALWAYS_ON},
     "learning_rate": by(_rate, "optimizer.learning_rate"),
     "unet_lr": unless_off("optimizer.learning_rate", number),
@@ -331,7 +342,7 @@ RULES: Mapping[str, KeyRule] = {
         key: lacking("captions have 512 tokens", off=(512,))
         for key in ("qwen3_max_token_length", "t5_max_token_length")
     },
-    "network_args.train_llm_adapter": lacking("Anima's text conditioner stays as it is", off=("False", "false")),
+    "network_args.train_llm_adapter": lacking("Anima's text conditioner stays as it is", off=(False,)),
     "t5xxl_max_token_length": of_flow(same("text_encoder.max_sequence_length", whole)),
     "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
     "network_args.train_t5xxl": part_of("text_encoder_lr", TEXT_RATES.split()[0]),
@@ -342,7 +353,7 @@ RULES: Mapping[str, KeyRule] = {
     "lr_scheduler_power": only_with("lr_scheduler", "polynomial", "lr_scheduler.power", number),
     "max_grad_norm": same("optimizer.max_grad_norm", number),
     "mixed_precision": PRECISION,
-    "fp8_base": switch("memory.weight_dtype", "fp8"),
+    **dict.fromkeys(("fp8_base", "fp8_base_unet"), switch("memory.weight_dtype", "fp8")),
     "gradient_checkpointing": CHECKPOINTING,
     "vae_batch_size": unless_off("cache.batch_size", whole),
     "save_every_n_steps": unless_off("checkpoint.export_every_n_steps", whole),
@@ -356,7 +367,7 @@ RULES: Mapping[str, KeyRule] = {
     "save_last_n_epochs_state": unless_off("checkpoint.keep_last", whole),
     "validate_every_n_steps": unless_off("validation.every_n_steps", whole),
     "sample_every_n_steps": same("sample.every_n_steps", whole),
-    "sample_prompts": by(prompts, "sample.prompts", "options behind -- are left out"),
+    "sample_prompts": by(drawn_prompts, "sample.prompts sample.negative_prompt", "options behind -- are left out"),
     "min_snr_gamma": unless_off("loss.min_snr_gamma", number),
     "debiased_estimation_loss": _weighting("debiased", "min_snr_gamma"),
     "scale_v_pred_loss_like_noise_pred": _weighting("v_as_epsilon", "min_snr_gamma", "debiased_estimation_loss"),
@@ -374,7 +385,7 @@ RULES: Mapping[str, KeyRule] = {
     "loss_type": by(_loss, "loss.type", "others than the squared error are pseudo-Huber here"),
     "huber_c": only_with("loss_type", "huber", "loss.huber_delta", number),
     "huber_schedule": HUBER_SCHEDULE,
-    "huber_scale": lacking("errors are not scaled before they are weighed", off=(1, 1.0)),
+    "huber_scale": lacking("errors are not scaled before they are weighed", off=(1,)),
     "prior_loss_weight": same("loss.prior_loss_weight", number),
     "weighted_captions": same("captions.prompt_weighting", truth),
     **block_rates(targets),

@@ -200,7 +200,9 @@ RULES: Mapping[str, KeyRule] = {
     "text_encoder": path_to("model.text_encoders"),
     **dict.fromkeys(("text_encoder1", "text_encoder2"), by(_text_encoders, "model.text_encoders")),
     "dataset_config": other_file(SOURCES),
-    "gradient_accumulation_steps": part_of("dataset_config", "train.effective_batch_size"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "num_processes"), part_of("dataset_config", "train.effective_batch_size")
+    ),
     "network_module": by(
         lambda value, around: with_kind(
             {TARGETS: LAYERS.get(FAMILIES.get(script_of(around.keys), ""), ALL_OF_BLOCKS)}, kohya_kind(around)

@@ -22,7 +22,7 @@ VIDEOS = ("video_directory", "video_jsonl_file")
 LONGEST_RECORD = 1_000_000  # characters of a JSONL's first line
 NUMBERED = re.compile(r"(.+)(_\d+)")  # the name of an image and which of its control images a file is
 CONTROL = re.compile(r"control_path(?:_(\d+))?")
-ALIKE = "a control image is cut and resized as its image is"
+ALIKE = "a control image is cut and resized as its image is, transparent parts on white"
 OF_VIDEOS = "videos are not trained"
 
 

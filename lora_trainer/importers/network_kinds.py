@@ -173,7 +173,7 @@ NETWORK_ARGUMENTS: Mapping[str, KeyRule] = {
     "decompose_both": _of_kind("lokr", lacking("w1 is always whole")),
     "unbalanced_factorization": _of_kind("lokr", lacking("w2 always has the longer part of a side")),
     **dict.fromkeys(("use_tucker", "use_cp", "use_conv_cp"), lacking("convolutions have no core")),
-    "disable_conv_cp": lacking("convolutions have no core", off=("True", True)),
+    "disable_conv_cp": lacking("convolutions have no core", off=(True,)),
     "use_scalar": lacking("there is no learned scale of a whole network"),
     "rs_lora": unless_off("lora.use_rslora", lambda value: True),
     **dict.fromkeys(("constraint", "constrain"), _of_kind("oft", lacking(BOUND))),

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.tables import traits_of_optimizer
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.documents import read_document
-from lora_trainer.importers.flow_words import NOT_OF_FLOWS, ONETRAINER, ONETRAINER_FLOWS, is_onetrainer_flow, of_flows
+from lora_trainer.importers.flow_words import (
+    NO_GUIDANCE,
+    NOT_OF_FLOWS,
+    ONETRAINER,
+    ONETRAINER_FLOWS,
+    is_onetrainer_flow,
+    of_flows,
+)
 from lora_trainer.importers.kohya_dataset import AREA_OF_MASK
 from lora_trainer.importers.kohya_keys import OTHER_FAMILY
 from lora_trainer.importers.merge import add_together, flattened, no_validation, read_tables
@@ -31,11 +39,14 @@ from lora_trainer.importers.onetrainer_concepts import CONCEPT_DEFAULTS, CONCEPT
 from lora_trainer.importers.reading import SOURCES, Around, KeyRule, Line, Reading, Took, located
 from lora_trainer.importers.rules import (
     by,
+    count,
     is_on,
     lacking,
+    lost_if,
     number,
     other_file,
     part_of,
+    path_to,
     same,
     side,
     text,
@@ -48,17 +59,21 @@ from lora_trainer.importers.words import (
     ALL_OF_ATTENTION,
     ALL_OF_BLOCKS,
     ALWAYS_ON,
+    DENOISER_LEARNS,
     EXPORT_DTYPE,
     MODEL,
     OPTIMIZER,
+    OTHER_BITS,
+    PRECISIONS,
     PRODIGY_SWITCH,
     READ_FROM_MODEL,
     SCHEDULE,
     TEXT_RATES,
     VAE,
     average_with,
-    batch_of,
     checkpointing,
+    fewer_bits,
+    negative_of,
     precision,
     prediction,
     text_rates,
@@ -67,7 +82,6 @@ from lora_trainer.importers.words import (
 FAMILIES = ("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_XL_10_BASE")
 LAYERS: Mapping[str, Any] = {"attn-mlp": list(ALL_OF_ATTENTION), "attn-only": "attention", "full": ["*"]}
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-SMALL_WEIGHTS = ("FLOAT_8", "INT_8", "NFLOAT_4", "FLOAT_W8A8", "INT_W8A8")
 
 
 def _model_type(value: Any, around: Around) -> Took:
@@ -98,12 +112,6 @@ def _rate(value: Any, around: Around) -> Took:
     return Took({"optimizer.learning_rate": number(value)})
 
 
-def _transformer_rate(value: Any, around: Around) -> Took:
-    if not is_onetrainer_flow(around):
-        return Took({}, "not there", "ignored")
-    return Took({"optimizer.learning_rate": number(value)})
-
-
 def _warmup(value: Any, around: Around) -> Took:
     steps = number(value)
     if 0 < steps <= 1:
@@ -124,9 +132,9 @@ def _dtype(value: Any, around: Around) -> Took:
 
 
 def _weights(value: Any, around: Around) -> Took:
-    if text(value).upper() in SMALL_WEIGHTS:
-        return Took({"memory.weight_dtype": "fp8"}, "kept in fp8 here", "changed")
-    return Took({}, "as train_dtype", "ignored")
+    if text(value).lower() in (*PRECISIONS, "none"):
+        return Took({}, "as train_dtype", "ignored")
+    return fewer_bits(text(value))
 
 
 def _rounding(value: Any, around: Around) -> Took:
@@ -139,6 +147,50 @@ def _rounding(value: Any, around: Around) -> Took:
     if not traits_of_optimizer(optimizer).updates_apart:
         return Took({}, f"the LoRA learns in fp32: {optimizer} computes with all weights at once", "changed")
     return Took({"optimizer.stochastic_rounding": True})
+
+
+def _of_denoiser(part: str, rule: KeyRule) -> KeyRule:
+    """A key of `unet` or `transformer`: a file has both parts, and the model one of them."""
+
+    def read(value: Any, around: Around) -> Took:
+        if is_onetrainer_flow(around) != (part == "transformer"):
+            return Took({}, f"the model has no {part}", "ignored")
+        return rule.read(value, around)
+
+    return replace(rule, read=read)
+
+
+def _stop_of(part: str) -> KeyRule:
+    """The end of a part's training, whose unit another key says."""
+    unit = f"{part}.stop_training_after_unit"
+    return lost_if(
+        lambda value, around: bool(is_on(value)) and str(around[unit] or "NEVER").upper() != "NEVER",
+        "what learns does so to the end of the run",
+        "off",
+    )
+
+
+def _batch(value: Any, around: Around) -> Took:
+    """Samples of one optimizer step, over accumulation and all GPUs."""
+    samples = whole(value) * count(around, "gradient_accumulation_steps")
+    if not is_on(around["multi_gpu"] or False):
+        return Took({"train.effective_batch_size": samples})
+    gpus = [index for index in str(around["device_indexes"] or "").split(",") if index.strip()]
+    if not gpus:
+        why = "on each of all GPUs there: multiply it by their number"
+        return Took({"train.effective_batch_size": samples}, why, "changed")
+    return Took({"train.effective_batch_size": samples * len(gpus)}, f"on each of {len(gpus)} GPUs")
+
+
+def _length(model: str, value: Any, around: Around) -> Took:
+    """Tokens of a caption, which OneTrainer reads for two models, each from its own key."""
+    if str(around["model_type"] or "").upper() != model:
+        return Took({}, "not read for this model", "ignored")
+    return Took({"text_encoder.max_sequence_length": whole(value)})
+
+
+def _t5(value: Any, around: Around) -> Took:
+    return Took({}, "as here", "ignored") if truth(value) else Took({"model.without_t5": True})
 
 
 def _layers(value: Any, around: Around) -> Took:
@@ -270,11 +322,13 @@ def _normalized(value: Any, around: Around) -> Took:
 
 def _samples(value: Any, around: Around) -> Took:
     found = [
-        each["prompt"]
+        each
         for each in (value if isinstance(value, list) else [])
         if isinstance(each, Mapping) and isinstance(each.get("prompt"), str) and each.get("enabled", True)
     ]
-    return Took({"sample.prompts": found}) if found else Took({}, "not set", "ignored")
+    if not found:
+        return Took({}, "not set", "ignored")
+    return Took({"sample.prompts": [each["prompt"] for each in found], **negative_of(found, "negative_prompt")})
 
 
 def only_with(switch: str, ours: str, kind: Any) -> KeyRule:
@@ -287,6 +341,10 @@ def only_with(switch: str, ours: str, kind: Any) -> KeyRule:
     return by(read, ours)
 
 
+CHECKPOINTED = by(
+    lambda value, around: checkpointing(str(value).upper() not in ("OFF", "FALSE"), around),
+    "memory.gradient_checkpointing",
+)
 RULES: Mapping[str, KeyRule] = {
     "training_method": lacking("only a LoRA is trained", off=("LORA",)),
     "model_type": by(_model_type, "", OTHER_FAMILY),
@@ -301,8 +359,11 @@ RULES: Mapping[str, KeyRule] = {
         lambda value, around: Took({"data.max_aspect": 4.0 if truth(value) else 1.0}), "data.max_aspect"
     ),
     "epochs": same("train.max_epochs", whole),
-    "batch_size": batch_of("gradient_accumulation_steps"),
-    "gradient_accumulation_steps": part_of("batch_size", "train.effective_batch_size"),
+    "batch_size": by(_batch, "train.effective_batch_size"),
+    **{
+        key: part_of("batch_size", "train.effective_batch_size")
+        for key in ("gradient_accumulation_steps", "multi_gpu", "device_indexes")
+    },
     "seed": same("train.seed", whole),
     "optimizer.optimizer": OPTIMIZER,
     "optimizer.stochastic_rounding": by(_rounding, "optimizer.stochastic_rounding"),
@@ -311,26 +372,42 @@ RULES: Mapping[str, KeyRule] = {
     "optimizer.beta2": same("optimizer.beta2", number),
     "optimizer.weight_decay": same("optimizer.weight_decay", number),
     "learning_rate": by(_rate, "optimizer.learning_rate"),
-    "unet.learning_rate": same("optimizer.learning_rate", number),
     "learning_rate_scheduler": SCHEDULE,
     "learning_rate_warmup_steps": by(_warmup, "lr_scheduler.warmup_steps"),
     "learning_rate_cycles": by(_cycles, "lr_scheduler.cycles"),
     "learning_rate_min_factor": lacking("schedules end at 0"),
-    "learning_rate_scaler": lacking("the rate is not scaled by the batch", off=("NONE",)),
+    "learning_rate_scaler": lacking(
+        "the rate is not multiplied by the root of the batch size: do so in optimizer.learning_rate", off=("NONE",)
+    ),
     "clip_grad_norm": same("optimizer.max_grad_norm", number),
     "train_dtype": by(_dtype, "memory.weight_dtype"),
-    "unet.weight_dtype": by(_weights, "memory.weight_dtype"),
-    "gradient_checkpointing": by(
-        lambda value, around: checkpointing(str(value).upper() not in ("OFF", "FALSE"), around),
-        "memory.gradient_checkpointing",
-    ),
-    "unet.gradient_checkpointing": by(
-        lambda value, around: checkpointing(str(value).upper() not in ("OFF", "FALSE"), around),
-        "memory.gradient_checkpointing",
-    ),
+    **{
+        f"{part}.{key}": _of_denoiser(part, rule)
+        for part in ("unet", "transformer")
+        for key, rule in {
+            "train": DENOISER_LEARNS,
+            "learning_rate": same("optimizer.learning_rate", number),
+            "weight_dtype": by(_weights, "memory.weight_dtype", OTHER_BITS),
+            "gradient_checkpointing": CHECKPOINTED,
+            "stop_training_after": _stop_of(part),
+        }.items()
+    },
+    "transformer.guidance_scale": _of_denoiser("transformer", lacking(NO_GUIDANCE, off=(1,))),
+    **{f"{part}.stop_training_after": _stop_of(part) for part in ENCODERS},
+    **{
+        f"{part}.stop_training_after_unit": part_of(f"{part}.stop_training_after")
+        for part in ("unet", "transformer", *ENCODERS)
+    },
+    "text_encoder_3.include": by(_t5, "model.without_t5"),
+    "text_encoder_sequence_length": by(partial(_length, "FLUX_2"), "text_encoder.max_sequence_length"),
+    "text_encoder_2_sequence_length": by(partial(_length, "FLUX_DEV_1"), "text_encoder.max_sequence_length"),
+    "gradient_checkpointing": CHECKPOINTED,
     "ema": average_with("ema_decay", 0.999, lambda value: text(value).upper() != "OFF"),
     "ema_decay": part_of("ema", "train.ema_decay"),
-    "ema_update_step_interval": lacking("the average follows each step", off=(1,)),
+    "ema_update_step_interval": lost_if(
+        lambda value, around: number(value) != 1 and str(around["ema"] or "OFF").upper() != "OFF",
+        "the average follows each step",
+    ),
     "peft_type": by(_peft_type, TYPE),
     "lora_rank": _size_of("LORA", "LOHA"),
     "lora_alpha": by(_alpha, ALPHA),
@@ -346,12 +423,12 @@ RULES: Mapping[str, KeyRule] = {
     "oft_block_size": _size_of("OFT_2"),
     "oft_block_share": _of_kind("OFT_2", lacking("each block of a layer has a rotation of its own")),
     "oft_scaled": _of_kind("OFT_2", lacking("the entries of a rotation are not scaled")),
-    "lora_model_name": lacking("training does not start from a LoRA"),
+    "lora_model_name": path_to("lora.network_weights"),
     "dropout_probability": unless_off("lora.dropout", number),
     "layer_filter_preset": by(_layers, "lora.target_modules"),
     "layer_filter": part_of("layer_filter_preset", "lora.target_modules"),
     "layer_filter_regex": part_of("layer_filter_preset", "lora.target_modules"),
-    "mse_strength": lacking("the squared error counts in full", off=(1, 1.0)),
+    "mse_strength": lacking("the squared error counts in full", off=(1,)),
     "mae_strength": lacking("there is no such loss here"),
     "log_cosh_strength": lacking("there is no such loss here"),
     "huber_strength": by(
@@ -373,14 +450,13 @@ RULES: Mapping[str, KeyRule] = {
     "force_epsilon_prediction": prediction("base_model_name", "epsilon"),
     **ONETRAINER,
     "min_noising_strength": lacking("all timesteps are trained"),
-    "max_noising_strength": lacking("all timesteps are trained", off=(1, 1.0)),
+    "max_noising_strength": lacking("all timesteps are trained", off=(1,)),
     "masked_training": part_of("concepts[].path", "source.masks"),
     "unmasked_weight": only_with("masked_training", "loss.unmasked_weight", number),
     "unmasked_probability": lacking("masks always count"),
     "normalize_masked_area_loss": by(_normalized, "", AREA_OF_MASK, changes=True),
     "masked_prior_preservation_weight": lacking("there is no such loss here"),
     **{f"{name}.train": by(_texts, TEXT_RATES) for name in ENCODERS},
-    "transformer.learning_rate": by(_transformer_rate, "optimizer.learning_rate"),
     "text_encoder.dropout_probability": unless_off("captions.dropout", number),
     "text_encoder_layer_skip": by(
         _skipped, "text_encoder.clip_skip", "the text encoder's usual layer is used", changes=True
@@ -393,7 +469,9 @@ RULES: Mapping[str, KeyRule] = {
     "backup_after_unit": part_of("save_every and backup_after"),
     "rolling_backup_count": unless_off("checkpoint.keep_last", whole),
     "sample_after": _every("sample_after_unit", "sample", STEP="every_n_steps"),
-    "samples": by(_samples, "sample.prompts", "their own sizes and seeds are left out", changes=True),
+    "samples": by(
+        _samples, "sample.prompts sample.negative_prompt", "their own sizes and seeds are left out", changes=True
+    ),
     "vae.model_name": VAE,
     "custom_learning_rate_scheduler": lacking("schedules of one's own are not loaded"),
     "scheduler_params": lacking("the schedule is lr_scheduler.name alone"),
@@ -416,6 +494,8 @@ DEFAULTS: Mapping[str, Any] = {
     "train_dtype": "FLOAT_16",
     "output_dtype": "FLOAT_32",
     "unet.gradient_checkpointing": True,
+    "transformer.gradient_checkpointing": True,
+    "ema_update_step_interval": 5,
     "lora_rank": 16,
     "lora_alpha": 1.0,
     "oft_block_size": 32,

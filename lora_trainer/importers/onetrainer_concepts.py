@@ -113,6 +113,29 @@ def _strength(switch: str, why: str = "how strong is fixed here") -> KeyRule:
     return by(read, "", why, changes=True)
 
 
+def _images_cached(value: Any, around: Around) -> Took:
+    """How many versions of an image are cached, which its scripts vary only then."""
+    if around["config.latent_caching"] is False:
+        return Took({}, "means nothing without latent_caching", "ignored")
+    varied = [key for key, rule in CONCEPT_RULES.items() if rule is COLOR or key == "image.enable_random_flip"]
+    settings: dict[str, Any] = {}
+    if is_on(around["image.enable_crop_jitter"] or False):
+        settings = {"data.crop_variants": min(max(1, whole(value)), 64)}
+    if any(is_on(around[key] or False) for key in varied):
+        why = f"{value} versions of an image are trained there; here both mirrorings and source.color_variants"
+        return Took(settings, why, "changed")
+    return Took(settings) if settings else Took({}, "nothing of an image varies", "ignored")
+
+
+def _texts_cached(value: Any, around: Around) -> Took:
+    """How many versions of a caption are cached, unless a text encoder learns."""
+    varies = any(is_on(around[f"text.{key}"] or False) for key in ("enable_tag_shuffling", "tag_dropout_enable"))
+    learn = around["config.text_encoder.train"] is not False or is_on(around["config.text_encoder_2.train"] or False)
+    if not varies or learn or around["config.latent_caching"] is False:
+        return Took({}, "texts are not cached there, or do not vary", "ignored")
+    return Took({"captions.variants": whole(value)})
+
+
 CONCEPT_RULES: Mapping[str, KeyRule] = {
     "path": by(_path, "source.path source.masks"),
     "type": by(_type, "source.is_reg"),
@@ -146,6 +169,8 @@ CONCEPT_RULES: Mapping[str, KeyRule] = {
     **{
         f"image.random_{name}_max_strength": _strength(name) for name in ("brightness", "contrast", "saturation", "hue")
     },
+    "image_variations": by(_images_cached, "data.crop_variants"),
+    "text_variations": by(_texts_cached, "captions.variants"),
     **unused_keys("OneTrainer concepts, captions"),
 }
 CONCEPT_DEFAULTS: Mapping[str, Any] = {

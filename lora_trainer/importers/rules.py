@@ -108,15 +108,31 @@ def only_with(key: str, word: str, ours: str, kind: Kind) -> KeyRule:
 
 
 def lacking(why: str, off: tuple[Any, ...] = ()) -> KeyRule:
-    """A key that affects training and does not exist here; nothing is lost if it is off."""
+    """A key that affects training and does not exist here; nothing is lost if it is off, or one of the values `off`."""
 
     def read(value: Any, around: Around) -> Took:
-        known = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in off)
-        if not is_on(value) or known or str(value) in map(str, off):
+        if _plain(value) in map(_plain, off) if off else not is_on(value):
             return Took({}, "off, or what is done here", "ignored")
         return Took({})
 
     return KeyRule("changed", (), why, read)
+
+
+def lost_if(is_lost: Callable[[Any, Around], bool], why: str, otherwise: str = "as here") -> KeyRule:
+    """A key that affects training and does not exist here, where `is_lost` holds for its value and the other keys."""
+
+    def read(value: Any, around: Around) -> Took:
+        return Took({}) if is_lost(value, around) else Took({}, otherwise, "ignored")
+
+    return by(read, "", why, changes=True)
+
+
+def _plain(value: Any) -> float | str:
+    """A number, whether it is quoted or not, else the text in lower case."""
+    try:
+        return number(value)
+    except ValueError:
+        return str(value).strip().lower()
 
 
 def nothing(why: str) -> KeyRule:
@@ -125,15 +141,18 @@ def nothing(why: str) -> KeyRule:
 
 
 @cache
-def _unused_tables() -> dict[str, list[dict[str, Any]]]:
+def _unused_tables() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("unused_keys.toml").read_text(encoding="utf-8"))
 
 
 def unused_keys(program: str) -> dict[str, KeyRule]:
     """The rules of a program's keys that set nothing here, `nothing` and `lacking` of `unused_keys.toml`."""
     rules: dict[str, KeyRule] = {}
+    reasons = _unused_tables()["reasons"]
     for row in _unused_tables()[program]:
-        rule = nothing(row["nothing"]) if "nothing" in row else lacking(row["lacking"], tuple(row.get("off", ())))
+        written = row["nothing"] if "nothing" in row else row["lacking"]
+        why = reasons.get(written, written)
+        rule = nothing(why) if "nothing" in row else lacking(why, tuple(row.get("off", ())))
         parts = [f"{part}." for part in row.get("under", ())] or [""]
         rules.update({f"{part}{name}": rule for part in parts for name in row["names"].split()})
     return rules

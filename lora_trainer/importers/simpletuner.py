@@ -51,11 +51,13 @@ from lora_trainer.importers.rules import (
     is_on,
     lacking,
     lookup,
+    lost_if,
     nothing,
     number,
     part_of,
     path_to,
     same,
+    switch,
     text,
     truth,
     unless_off,
@@ -69,6 +71,7 @@ from lora_trainer.importers.words import (
     MODEL,
     NOT_LORA,
     OPTIMIZER,
+    OTHER_BITS,
     PRECISION,
     READ_FROM_MODEL,
     SCHEDULE,
@@ -77,6 +80,7 @@ from lora_trainer.importers.words import (
     VAE,
     average_with,
     batch_of,
+    fewer_bits,
     prediction,
     text_rates,
 )
@@ -204,6 +208,13 @@ def _texts(value: Any, around: Around) -> Took:
     return Took(text_rates([number(rate)], around["lora_alpha"]))
 
 
+def _length(value: Any, around: Around) -> Took:
+    """Tokens of T5 or a language model; CLIP has its own number."""
+    if not is_simpletuner_flow(around.keys):
+        return Took({}, "CLIP reads chunks of 75 tokens (text_encoder.max_tokens)", "ignored")
+    return Took({"text_encoder.max_sequence_length": whole(value)})
+
+
 def _shape(value: Any, around: Around) -> Took:
     """Cropped to squares, or shapes as they are."""
     aspect = str(around["crop_aspect"] or "square").lower()
@@ -289,13 +300,10 @@ RULES: Mapping[str, KeyRule] = {
     "mixed_precision": PRECISION,
     "base_model_precision": by(
         lambda value, around: (
-            Took({}, "as mixed_precision", "ignored")
-            if text(value).lower() == "no_change"
-            else Took({"memory.weight_dtype": "fp8"})
+            Took({}, "as mixed_precision", "ignored") if text(value).lower() == "no_change" else fewer_bits(value)
         ),
         "memory.weight_dtype",
-        "kept in fp8 here",
-        changes=True,
+        OTHER_BITS,
     ),
     "gradient_checkpointing": CHECKPOINTING,
     "use_ema": average_with("ema_decay", 0.995),
@@ -321,19 +329,35 @@ RULES: Mapping[str, KeyRule] = {
     "validation_steps": same("sample.every_n_steps", whole),
     "validation_prompt": by(lambda value, around: Took({"sample.prompts": [text(value)]}), "sample.prompts"),
     "validation_guidance": same("sample.guidance_scale", number),
+    "validation_negative_prompt": same("sample.negative_prompt", text),
+    "validation_disable": switch("sample.every_n_steps", 0),
     "validation_num_inference_steps": same("sample.num_inference_steps", whole),
     "num_validation_images": same("sample.count", whole),
     "train_text_encoder": by(_texts, TEXT_RATES),
     "text_encoder_lr": part_of("train_text_encoder", TEXT_RATES.split()[0]),
     "lycoris_config": by(_lycoris, ""),
     "use_dora": part_of("lora_type", TYPE),
-    "init_lora": lacking("training does not start from a LoRA"),
+    "init_lora": path_to("lora.network_weights"),
     "lora_init_type": by(_initial, "lora.init_lora_weights", "others than peft's default, gaussian, olora and pissa"),
     "peft_lora_mode": lacking(NOT_LORA, off=("standard",)),
     "peft_lora_target_modules": lacking("lora.target_modules says which layers learn"),
     "prediction_type": prediction("pretrained_model_name_or_path"),
     "pretrained_vae_model_name_or_path": VAE,
     "vae_path": VAE,
+    "revision": unless_off("model.revision", text),
+    "model_flavour": lost_if(
+        lambda value, around: around["pretrained_model_name_or_path"] is None,
+        "it names the base model there: set model.path to that model",
+        "pretrained_model_name_or_path rules",
+    ),
+    "tokenizer_max_length": by(_length, "text_encoder.max_sequence_length"),
+    "disable_segmented_timestep_sampling": lost_if(  # of diffusion models alone
+        lambda value, around: (
+            not (truth(value) or is_simpletuner_flow(around.keys)) and count(around, "train_batch_size") > 1
+        ),
+        "a batch has one timestep of each part of the schedule there, each sample its own here",
+    ),
+    "caption_strategy": part_of("caption_strategy of the datasets that set none", "captions.extension"),
     **unused_keys("SimpleTuner"),
     **SIMPLETUNER,
 }
@@ -356,6 +380,7 @@ DEFAULTS: Mapping[str, Any] = {
     "resolution": 1024,
     "checkpoint_step_interval": 500,
     "checkpoints_total_limit": 5,
+    "disable_segmented_timestep_sampling": False,
 }
 LYCORIS_RULES: Mapping[str, KeyRule] = {
     "algo": by(lambda value, around: with_kind({TARGETS: ALL_OF_BLOCKS}, _network(around)), f"{TARGETS} {TYPE}"),
@@ -370,7 +395,7 @@ LYCORIS_RULES: Mapping[str, KeyRule] = {
     "rs_lora": unless_off("lora.use_rslora", truth),
     "constraint": _of_algorithm("oft", lacking(BOUND)),
     "rescaled": _of_algorithm("oft", lacking("an OFT has no learned scale")),
-    "multiplier": lacking("the network's strength is 1 in training", off=(1, 1.0)),
+    "multiplier": lacking("the network's strength is 1 in training", off=(1,)),
     "apply_preset": lacking("lora.target_modules and lora.rank_pattern say which layers learn, and how"),
     "tlora_min_rank": _of_algorithm("tlora", same("lora.timestep_min_rank", whole)),
     "tlora_alpha": _of_algorithm("tlora", same("lora.timestep_rank_exponent", number)),
@@ -514,10 +539,11 @@ def add_backends(reading: Reading, listed: Sequence[Any], keys: Mapping[str, Any
         if mask.get("conditioning_type") == "mask":
             table["conditioning_data"] = mask.get("instance_data_dir")
     also = {f"config.{key}": value for key, value in keys.items()}
+    defaults = dict(BACKEND_DEFAULTS)
+    if not is_empty(keys.get("caption_strategy")):
+        defaults["caption_strategy"] = keys["caption_strategy"]
     below = Reading(reading.tool, folder / "multidatabackend.json")
-    found = read_tables(
-        below, "backends", [flattened(table) for table in tables], BACKEND_RULES, BACKEND_DEFAULTS, also
-    )
+    found = read_tables(below, "backends", [flattened(table) for table in tables], BACKEND_RULES, defaults, also)
     reading.lines.extend(below.lines)
     reading.problems.extend(below.problems)
     if found := [each for each in found if "source.path" in each]:

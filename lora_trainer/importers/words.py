@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
-from lora_trainer.importers.rules import by, count, is_on, lookup, number, text, truth, whole
+from lora_trainer.importers.rules import by, count, is_on, lookup, lost_if, number, text, truth, whole
 
 # Name without case and punctuation -> (ours, how it differs).
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -78,6 +78,7 @@ PRECISIONS = {
     "bfloat16": "bf16",
     "bfloat_16": "bf16",
 }
+OTHER_BITS = "kinds of fewer bits other than fp8, int8 and nf4 are fp8 here"
 READ_FROM_MODEL = "read from the model's files"
 NOT_LORA = "a plain LoRA is trained in its place"
 TEXT_RATES = "text_encoder.learning_rates text_encoder.lora_alpha"
@@ -130,6 +131,24 @@ def schedule(value: Any, around: Around) -> Took:
 
 def precision(value: Any, around: Around) -> Took:
     return Took({"memory.weight_dtype": lookup(PRECISIONS, value, "a precision")})
+
+
+# Parts of other programs' names for weights in fewer bits -> ours.
+FEWER_BITS = {
+    **dict.fromkeys(("nf4", "nfloat_4"), "nf4"),
+    **dict.fromkeys(("int8", "int_8", "int_w8"), "int8"),
+    **dict.fromkeys(("fp8", "float8", "float_8", "float_w8"), "fp8"),
+}
+
+
+def fewer_bits(name: str) -> Took:
+    """The nearest of our kinds of weights in fewer bits."""
+    ours = next((kind for part, kind in FEWER_BITS.items() if part in name.lower()), None)
+    if ours is None:
+        return Took({"memory.weight_dtype": "fp8"}, f"weights are kept as {name} there, as fp8 here", "changed")
+    if "a8" in name.lower():
+        return Took({"memory.weight_dtype": ours}, "activations are not kept in 8 bits here", "changed")
+    return Took({"memory.weight_dtype": ours}, verdict="mapped")
 
 
 def export_dtype(value: Any, around: Around) -> Took:
@@ -249,6 +268,15 @@ EXPORT_DTYPE = by(
 MODEL = by(model_path, "model.path", f"where {PICKLED}")
 VAE = by(autoencoder, "model.vae", f"where {PICKLED}")
 CLIP_SKIP = by(clip_skip, "text_encoder.clip_skip")
+
+
+def negative_of(samples: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """The negative prompt of images while training, where all of their prompts have the same one."""
+    found = {str(sample.get(key) or "").strip() for sample in samples}
+    return {"sample.negative_prompt": found.pop()} if len(found) == 1 and "" not in found else {}
+
+
+DENOISER_LEARNS = lost_if(lambda value, around: not truth(value), "the denoiser learns here, always")
 
 
 def _trackers(value: Any, around: Around) -> Took:

@@ -421,7 +421,7 @@ config:
 """
     config = imported_text(tmp_path, "edit.yaml", text).config
     names = [Path(place).name for place in config.data.sources[0].control_images]
-    assert names == ["before", "mask", "depth"]
+    assert names == ["depth"]  # numbered folders replace the one without a number
 
 
 # Each family's names in ai-toolkit, SimpleTuner and OneTrainer; none where that program lacks it.

@@ -190,8 +190,8 @@ def test_saved_files_of_kohya_by_epochs(text: str, every: int, verdict: str, tmp
 def test_saved_states_of_kohya_are_checkpoints(tmp_path: Path) -> None:
     text = "save_every_n_steps = 50\nsave_last_n_steps = 150\nsave_state = true\nsave_last_n_steps_state = 100"
     kept = kohya_with(tmp_path, text).config.checkpoint
-    assert (kept.export_every_n_steps, kept.export_keep_last) == (50, 3)
-    assert (kept.every_n_steps, kept.keep_last) == (50, 2)
+    assert (kept.export_every_n_steps, kept.export_keep_last) == (50, 4)  # 0, 50, 100 and 150 steps old
+    assert (kept.every_n_steps, kept.keep_last) == (50, 3)
     kept = kohya_with(
         tmp_path, "save_every_n_epochs = 2\nsave_state = true\nsave_last_n_epochs_state = 4"
     ).config.checkpoint
