@@ -142,6 +142,8 @@ def homes_of(key: str) -> list[str]:
 
 def settings_like(word: str) -> str:
     """`Did you mean …?` for a word that should have been `section.key`."""
+    if word in section_types():
+        return f"{word} is a section; its settings are {', '.join(section_types()[word].model_fields)}."
     keys = {name.partition(".")[2] for name in setting_names()}
     near = [word] if word in keys else get_close_matches(word, keys, n=3, cutoff=0.6)
     homes = [name for key in near for name in homes_of(key)]

@@ -69,6 +69,9 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], monkeypatch:
         ("--optimizer_type AdamW", "Use --set optimizer.name=VALUE."),
         ("--resume_from_checkpoint latest", "Use --resume."),
         ("--xformers", "Remove it: "),
+        ("--lora_alpha 4", "Use --set lora.alpha=4."),
+        ("--dataset images", "Use --data images."),
+        ("--base_model_precision int8-quanto", "Use --set memory.weight_dtype=VALUE."),
     ],
 )
 def test_flags_of_other_trainers_are_answered_with_ours(
@@ -92,6 +95,12 @@ def test_flags_of_other_trainers_are_answered_with_ours(
         ("optimizer.optimizer=ADAMW", "Use --set optimizer.name=VALUE."),
         ("sample.steps=20", "Use --set sample.num_inference_steps=20."),
         ("xformers=true", "Remove it: "),
+        ("batch_size=4", "Use --set train.effective_batch_size=4."),
+        ("lora_rank=4", "Use --set lora.rank=4."),
+        ("lora_alpha=4", "Use --set lora.alpha=4."),
+        ("dataset=images", "Use --set data.sources=VALUE."),
+        ("text_encoder.lora_rank=4", "text_encoder.lora_rank"),  # ours
+        ("loss=huber", "loss is a section; its settings are type,"),
         ("lora.type=LoKR", "Did you mean lokr?"),
         ("lora.type=locon", "Use --set lora.type=lora, and --set 'lora.target_modules=["),
         ("lora.type=diag-oft", "Use --set lora.type=oft."),
@@ -105,6 +114,40 @@ def test_settings_of_other_trainers_are_answered_with_ours(
     assert code == 2
     assert err.startswith("error: ")
     assert answer in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("network_dim = 4", "Use lora.rank."),
+        ("batch_size = 4", "Use train.effective_batch_size."),
+        ("xformers = true", "Remove it: "),
+        ("[lora]\nnetwork_alpha = 4", "Use lora.alpha."),
+        ("[train]\nbatch_size = 4", "Use train.effective_batch_size."),
+        ("[sample]\nsteps = 4", "Use sample.num_inference_steps."),
+        ("[lora]\nrnak = 4", "Did you mean lora.rank?"),
+    ],
+)
+def test_settings_of_other_trainers_in_a_file_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, written: str, answer: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(f"{written}\n[optimizer]\nbeta1 = 0.5\n", encoding="utf-8")
+    code, _, err = run(capsys, "train", "--config", str(tmp_path / "mine.toml"), "--explain")
+    assert code == 2
+    assert answer in " ".join(err.split())
+    assert "problems" not in err
+
+
+def test_a_config_of_another_trainer_is_answered_with_import(
+    capsys: pytest.CaptureFixture[str], checkout: Path
+) -> None:
+    folder = checkout / "tests" / "importers" / "files"
+    files = ("kohya_config.toml", "kohya_dataset.toml", "kohya_gui.json", "aitoolkit.yaml", "onetrainer.json")
+    for path in [folder / name for name in (*files, "simpletuner.json", "diffusers.sh", "musubi.sh")]:
+        code, _, err = run(capsys, "train", "--config", str(path), "--explain")
+        assert code == 2
+        assert f"lora-trainer import {path} --output" in " ".join(err.split())
+        assert "problems" not in err
 
 
 def test_sample_answers_words_of_other_programs_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,6 @@ def test_files_of_a_deleted_folder_are_written_again_once_and_only_in_a_run(tmp_
     ],
 )
 def test_what_helps_is_by_the_reason_of_a_refusal(number: int, helps: str) -> None:
-    try:
-        raise RuntimeError("a library") from OSError(number, os.strerror(number))
-    except RuntimeError as error:
-        assert what_helps(error) == helps
+    error = RuntimeError("a library")
+    error.__cause__ = OSError(number, os.strerror(number))
+    assert what_helps(error) == helps
