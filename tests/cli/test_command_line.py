@@ -230,10 +230,34 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
 def test_every_command_with_explain_only_explains(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, _ = run(capsys, *command, "--set", "lora.rank=3", "--output", str(tmp_path), "--explain")
+    output = ["--set", f"run.output={tmp_path}"]  # `bench` writes no run, and has no --output
+    code, out, _ = run(capsys, *command, "--set", "lora.rank=3", *output, "--explain")
     assert (code, row(out, "lora.rank")) == (0, ["lora.rank", "3", "--set"])
     assert "differs from the default" in out.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["bench", "step", flag] for flag in ("--resume", "--dry-run", "--profile")),
+        *(["bench", "step", flag, "1"] for flag in ("--output", "--name", "--max-steps", "--max-hours")),
+        *(["cache", *rest] for rest in (["--json"], ["--verify"], ["status", "--limit-gb", "1"], ["prune", "--json"])),
+        ["batch", "work", "absent", "--jobs", "2"],
+        ["batch", "status", "absent", "--resume"],
+        ["batch", "cancel", "absent", "ash", "--json"],
+        ["batch", "absent", "--json"],
+    ],
+)
+def test_a_command_takes_no_flag_that_it_does_not_act_on(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    flag = next(word for word in arguments if word.startswith("--"))
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert flag in err
+    if arguments[0] == "bench":
+        assert flag not in run(capsys, "bench", "--help")[1]
 
 
 def test_the_builtin_model_has_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
