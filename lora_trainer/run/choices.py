@@ -306,9 +306,9 @@ def choose(
             second_gpu=second,
             undivided=alone,
         )
-    demand = make_demand(
-        resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value, largest=largest
-    )
+    demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
+    if largest is not None:
+        demand = replace(demand, samples=largest.samples, in_bucket=largest.in_bucket)
     if second is not None:
         there = torch.device(second.value)
         if computed_in(precision.value, device) == torch.bfloat16 and torch.cuda.get_device_capability(there)[0] < 8:

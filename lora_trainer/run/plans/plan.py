@@ -22,7 +22,6 @@ from lora_trainer.core.tensorfile import elements, read_tensor_header
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
-from lora_trainer.data.steps import LargestStep
 from lora_trainer.data.views import plan_views
 from lora_trainer.dataset_check.image_checks import UPSCALE_LIMIT
 from lora_trainer.memory_plan.estimate import (
@@ -206,10 +205,10 @@ def make_plan(
     family, architecture = architecture_of(config, families)
     limits = [limit for limit in (config.memory.limit_gib, gpu_gib) if limit is not None]
     train, validation = planned_data(config, architecture.facts) if data is None else data
-    largest = None
+    demand = make_demand(resolved, family, architecture, min(limits, default=None))
     if train:
         largest = largest_of(config, train, plan_views(train, trained_framings(config, architecture.facts)), 1)
-    demand = make_demand(resolved, family, architecture, min(limits, default=None), largest=largest)
+        demand = replace(demand, samples=largest.samples, in_bucket=largest.in_bucket)
     if here:
         demand = storable_here(demand)
     fit = choose_fit(demand)
@@ -279,10 +278,8 @@ def make_demand(
     *,
     world: int = 1,
     precision: str | None = None,
-    largest: LargestStep | None = None,
 ) -> Demand:
-    """The settings as a demand on a GPU. `precision` replaces `memory.weight_dtype` where the GPU changes it, and `largest`
-    is the largest step of the data, where that is known."""
+    """The settings as a demand on a GPU. `precision` replaces `memory.weight_dtype` where the GPU changes it."""
     config, facts = resolved.config, architecture.facts
     # Values beside the base model's weights. Merged LoRAs have none, but where those are quantized.
     beside = list(config.model.loras) if config.memory.weight_dtype in ("fp8", "int8", "nf4") else []
@@ -298,9 +295,8 @@ def make_demand(
         several=bool(config.data.resolutions),
         downscale=facts.downscale,
         pixel_step=facts.pixel_step,
-        samples=largest.samples if largest else math.ceil(config.train.effective_batch_size / world),
+        samples=math.ceil(config.train.effective_batch_size / world),
         max_micro=config.train.max_micro_batch_size,
-        in_bucket=largest.in_bucket if largest else None,
         checkpointing=config.memory.gradient_checkpointing,
         precisions=(first,) if asked else (first, *NARROWER[NARROWER.index(first) + 1 if first in NARROWER else 0 :]),
         streaming=0 if (config.memory.fsdp and world > 1) or divided else config.memory.blocks_to_swap,
