@@ -56,8 +56,9 @@ def test_tables_of_other_programs_are_read(folder: Path, name: str, place: str) 
     assert findings == ()
 
 
-def test_a_drive_of_windows_leads_to_no_image_of_another_name(folder: Path) -> None:
-    (folder / "metadata.csv").write_text("file_name,text\nC:\\data\\b.png,a red cat\n", "utf-8")
+@pytest.mark.parametrize("name", ["C:\\data\\b.png", "https://host/sub/a.png"])
+def test_an_absolute_path_leads_to_no_image_of_another_name(folder: Path, name: str) -> None:
+    (folder / "metadata.csv").write_text(f"file_name,text\n{name},a red cat\n", "utf-8")
     assert codes(read_manifest([folder])[1]) == [("absent_image", "warning"), ("missing_caption", "error")]
 
 

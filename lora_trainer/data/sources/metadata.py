@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ def possible_places(name: str) -> Iterator[str]:
     `C:\\data\\cats\\a.png` may be `cats/a.png`, or `a.png`."""
     parts = name.replace("\\", "/").split("/")
     yield "/".join(parts)
-    if parts[0] == "" or parts[0].endswith(":"):
+    if parts[0] == "" or re.fullmatch("[A-Za-z]:", parts[0]):
         for first in range(1, len(parts)):
             yield "/".join(parts[first:])
 
