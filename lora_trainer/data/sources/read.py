@@ -66,17 +66,9 @@ def _note_unread(request: SourceRequest, reading: SourceReading) -> None:
         are = "file is" if total == 1 else "files are"
         reading.note(f"{request.shown_path}: {total} {are} not read: {kinds}.")
     if uses := mixed_columns(reading.filled):
-        first = next(
-            image for names, image in reading.first_filled.items() if len(reading.filled) > 1 or len(names) > 1
-        )
+        message = f"is one of the images with captions in several keys of their JSON: {uses}."
         fix = "To use one key of them alone, name it with captions.column."
-        reading.find(
-            "mixed_columns",
-            "note",
-            f"is one of the images with captions in several keys of their JSON: {uses}.",
-            fix,
-            first,
-        )
+        reading.find("mixed_columns", "note", message, fix, next(iter(reading.first_filled.values())))
     if reading.without_caption:
         count, first = len(reading.without_caption), reading.without_caption[0]
         columns = ", ".join(request.columns.captions)
