@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import astuple
+from difflib import get_close_matches
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ import yaml
 from lora_trainer.cli.arguments import Parser, add_debug_argument, unknown_arguments
 from lora_trainer.cli.main import COMMANDS
 from lora_trainer.config.presets import preset_layers, presets
-from lora_trainer.config.toml import parse_assignment, setting_names
+from lora_trainer.config.schema import SourceSection
+from lora_trainer.config.toml import parse_assignment, section_types, setting_names
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from lora_trainer.evaluation.verdict import SCALES
+from lora_trainer.importers import kohya_dataset, kohya_gui, musubi
+from lora_trainer.importers.other_names import rules
 from write_cli_docs import cli_page
 from write_config_docs import config_page
 from write_doctor_docs import DOCTOR, ENVIRONMENT, doctor_document, environment_document
@@ -83,6 +87,61 @@ def check_command_line(words: list[str]) -> None:
         assignment = parse_assignment(text)
         assert not isinstance(assignment, Problem), assignment
         assert f"{assignment[0]}.{assignment[1]}" in setting_names()
+
+
+SECTIONS = "|".join(section_types())
+DOTTED = re.compile(rf"(?<![\w./-])(?:{SECTIONS})\.[a-z_0-9]+(?:\.[a-z_0-9]+)*(?![\w(/\-])")
+# What a message tells a user to set; in code no name stands behind such a word.
+ADVISED = re.compile(
+    rf"(?:[Ss]et|--set|[Rr]emove|[Rr]aise|[Ll]ower|[Cc]heck|with) ((?:{SECTIONS})\.[a-z_0-9]+)(?![\w(/\-.])"
+)
+FILE_ENDINGS = (".json", ".jsonl", ".toml", ".py", ".safetensors")
+# Fields of run.json, and keys of files.
+NO_SETTINGS = (
+    "lora.images",
+    "lora.numbers.learning.by_noise",
+    "lora.choice",
+    "text_encoder.text_model",
+    "model.diffusion_model",
+)
+# In code that is no text: `with run.writer`.
+NO_ADVICE = ("run.writer",)
+# `ss_…` are of a LoRA's header, the others folders of a model and a key of a LoRA.
+NO_KEYS = re.compile(r"ss_\w+|text_encoder_[23]|network_weight")
+
+
+def wrong_settings(text: str, keys: frozenset[str], foreign: frozenset[str]) -> set[str]:
+    """Names in backticks, and in advice, that are nearly those of settings, or begin with a section, and are none."""
+    known = foreign.union(setting_names(), NO_SETTINGS)
+    found = set[str]()
+    for span in re.findall(r"`([^`\n]+)`", text):
+        found |= {name for name in DOTTED.findall(span) if not name.endswith(FILE_ENDINGS)}
+        bare = re.fullmatch(r"([a-z0-9]+(?:_[a-z0-9]+)+)(?: ?= ?.*)?", span)
+        if bare and bare[1] not in keys | foreign and not NO_KEYS.fullmatch(bare[1]):
+            found |= {bare[1]} if get_close_matches(bare[1], keys, 1, cutoff=0.9) else set()
+    found |= {name for name in ADVISED.findall(text) if name not in NO_ADVICE}
+    return found - known
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    """In the docs, in comments and in messages; names of other trainers are those that an importer reads."""
+    tables = (*rules(), musubi.RULES, kohya_dataset.RULES, kohya_gui.MORE_RULES)
+    foreign = frozenset(key for table in tables for key in table) | {"train.timestep_type"}
+    keys = frozenset(name.partition(".")[2] for name in setting_names()) | SourceSection.model_fields.keys()
+    code = [path for folder in ("lora_trainer", "scripts") for path in (CHECKOUT / folder).rglob("*.py")]
+    wrong = {}
+    for path in [*DOCUMENTS, *code, *(CHECKOUT / "presets").rglob("*.toml")]:
+        of_docs = keys if path.suffix == ".md" else frozenset[str]()  # names of variables are near those of settings
+        if path.name != "CHANGELOG.md" and (names := wrong_settings(path.read_text("utf-8"), of_docs, foreign)):
+            wrong[path.relative_to(CHECKOUT).as_posix()] = names
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("text", ["`dropout_every_epochs = 3`", "`lora.rang`", "Set train.max_step lower."])
+def test_the_check_of_settings_can_fail(text: str) -> None:
+    keys = frozenset(name.partition(".")[2] for name in setting_names())
+    assert wrong_settings(text, keys, frozenset())
+    assert not wrong_settings("`lora.rank` `run.json` `loss` Set train.max_steps lower.", keys, frozenset())
 
 
 def test_there_are_documents_with_commands() -> None:

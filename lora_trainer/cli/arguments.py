@@ -6,7 +6,8 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,15 +111,17 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = ()) -> None:
-    """The flags shared by train, produce, demo and cache; `hidden` ones do not appear in the help."""
+def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (), without: Sequence[str] = ()) -> None:
+    """The flags shared by train, produce, plan, cache and batch. `hidden` ones do nothing here and are not in the help, so
+    that the command line of a training can be planned and cached; those of `without` are unknown to the command."""
 
     def unless_hidden(flag: str, text: str) -> str:
         return argparse.SUPPRESS if flag in hidden else text
 
     group = parser.add_argument_group("the run")
     for flag, setting, metavar, text in SETTING_FLAGS:
-        group.add_argument(flag, dest=setting, metavar=metavar, help=unless_hidden(flag, text))
+        if flag not in without:
+            group.add_argument(flag, dest=setting, metavar=metavar, help=unless_hidden(flag, text))
     group.add_argument(
         "--data",
         action="append",
@@ -137,18 +140,18 @@ def add_run_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = (
         ("--resume", "continue from the newest valid checkpoint of the run"),
         ("--dry-run", "show samples, buckets, steps and captions, and train nothing"),
     ):
-        other.add_argument(flag, action="store_true", help=unless_hidden(flag, text))
-    other.add_argument(
-        "--profile",
-        nargs="?",
-        const="short",
-        choices=tuple(PROFILES),
-        metavar="short|long",
-        help=unless_hidden(
+        if flag not in without:
+            other.add_argument(flag, action="store_true", help=unless_hidden(flag, text))
+    if "--profile" not in without:
+        text = "record where the time of some steps goes, for `lora-trainer profile RUN`; `long` has more steps, memory and stacks"
+        other.add_argument(
             "--profile",
-            "record where the time of some steps goes, for `lora-trainer profile RUN`; `long` has more steps, memory and stacks",
-        ),
-    )
+            nargs="?",
+            const="short",
+            choices=tuple(PROFILES),
+            metavar="short|long",
+            help=unless_hidden("--profile", text),
+        )
     other.add_argument(
         "--explain", action="store_true", help="show each setting and where it came from, and train nothing"
     )
@@ -175,7 +178,7 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
             problems.append(Problem(f"Unknown flag {flag}.", _suggestion(flag, value, flags)))
         else:
             problems.append(Problem(f"Unexpected argument {word}.", _flag_of(word, flags)))
-    if len(problems) > MANY_FLAGS and "--max-steps" in flags:
+    if len(problems) > MANY_FLAGS and "--set" in flags:
         hint = f"{problems[-1].fix} `lora-trainer import` converts a whole config or script of another trainer."
         problems[-1] = Problem(problems[-1].message, hint)
     return problems
@@ -208,7 +211,7 @@ def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
         return "Name the images without a flag."
     if (own := SAMPLE_FLAGS.get(word)) in flags and "--strength" in flags:
         return f"Use {own} {value if isinstance(parse_value(value), int | float) else 'VALUE'}."
-    named, removed = _of_other_trainers(word) if "--max-steps" in flags else (None, "")
+    named, removed = _of_other_trainers(word) if "--set" in flags else (None, "")
     if removed:
         return removed
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
@@ -230,8 +233,15 @@ def _of_other_trainers(word: str) -> tuple[str | None, str]:
                 return (rule.ours[0], "") if rule.ours else (None, f"Remove it: {rule.why}.")
     section, dot, key = word.partition(".")
     own = dot and section in section_types() and section not in ("train", "lora", "model")
-    named = COMMON_NAMES.get(key)
+    inside = (rule.ours[0] for known in rules() if (rule := known.get(key)) and rule.ours)
+    named = COMMON_NAMES.get(key) or next(inside, None)
     return (named, "") if named and (not own or named.startswith(f"{section}.")) else (None, "")
+
+
+def _named_by_others(word: str) -> str:
+    """How to write a setting that other trainers, or people, call so; empty where nobody does."""
+    named, removed = _of_other_trainers(word.replace("-", "_").lower())
+    return removed or (f"Use {named}." if named in setting_names() else "")
 
 
 def _misnamed(text: str) -> Problem | None:
@@ -247,9 +257,10 @@ def _misnamed(text: str) -> Problem | None:
             layers = f", and --set 'lora.target_modules={shown(ALL_WITH_CONVOLUTIONS)}' for convolutions"
             fix = f"Use --set lora.type={kind}{layers if word == 'locon' else ''}{why and f': {why}'}."
             return Problem(f"--set {text}: {value} is not a kind of adapter here.", fix)
-    if not equals or name in setting_names() or homes_of(name):
+    other = name.replace("-", "_").lower()
+    if not equals or name in setting_names() or (homes_of(name) and other not in COMMON_NAMES):
         return None
-    named, fix = _of_other_trainers(name.replace("-", "_").lower())
+    named, fix = _of_other_trainers(other)
     if named is not None and (named in setting_names() or named.startswith("--")):
         fix = f"Use {_assigned(named, value, ())}."
     return Problem(f"--set {text}: {name} is not a setting.", fix) if fix else None
@@ -305,7 +316,7 @@ def explained(arguments: argparse.Namespace, resolved: Resolved) -> bool:
         from lora_trainer.cli.presets import explain
 
         explain(resolved, as_json=bool(vars(arguments).get("json")))
-    return bool(arguments.explain and not arguments.dry_run)
+    return bool(arguments.explain and not vars(arguments).get("dry_run"))
 
 
 def layers_from(
@@ -351,10 +362,55 @@ def _file_layer(path: str | None, problems: list[Problem]) -> list[Layer]:
     if path is None:
         return []
     try:
-        return [file_layer(f"--config {path}", Path(path))]
+        layer = file_layer(f"--config {path}", Path(path))
     except UsageError as error:
-        problems.extend(error.problems)
+        problems.extend(_other_config(path) or error.problems)
         return []
+    types = section_types()
+    ours = [
+        name
+        for name, values in layer.values.items()
+        if name in types and isinstance(values, Mapping) and values.keys() & types[name].model_fields.keys()
+    ]
+    if 2 * len(ours) <= len(layer.values) and (foreign := _other_config(path)):
+        problems.extend(foreign)
+        return []
+    return [replace(layer, values=_without_other_names(layer, problems))]
+
+
+def _other_config(path: str) -> list[Problem]:
+    """The problem of a config of another trainer; none for what no importer reads."""
+    from lora_trainer.importers.documents import read_document
+    from lora_trainer.importers.imported import format_of
+
+    try:
+        kind = format_of(read_document(Path(path)))
+    except UsageError:
+        return []
+    if kind is None:
+        return []
+    fix = f"Convert it: lora-trainer import {shlex.quote(path)} --output NEW.toml, then use --config NEW.toml."
+    return [Problem(f"--config {path} is a file of another trainer ({kind.name}).", fix)]
+
+
+def _without_other_names(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
+    """The values without those that another trainer's name has set, each of which is a problem."""
+    kept = dict[str, Any]()
+    for section, values in layer.values.items():
+        fields = section_types()[section].model_fields if section in section_types() else {}
+        if not isinstance(values, Mapping):
+            answer = _named_by_others(section)
+            if answer:
+                problems.append(Problem(f"{section} (from {layer.name}) is not a setting.", answer))
+            else:
+                kept[section] = values
+            continue
+        answers = {key: "" if key in fields else _named_by_others(f"{section}.{key}") for key in values}
+        kept[section] = {key: value for key, value in values.items() if not answers[key]}
+        for key, answer in answers.items():
+            if answer:
+                problems.append(Problem(f"{section}.{key} (from {layer.name}) is not a setting.", answer))
+    return kept
 
 
 def _flag_layers(arguments: argparse.Namespace, problems: list[Problem]) -> list[Layer]:

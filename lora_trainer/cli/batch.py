@@ -123,6 +123,8 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         problems.append(Problem(f"--executor-option {wrong[0]} is not KEY=VALUE.", "For example: partition=gpu"))
     if arguments.job is not None:
         problems.append(Problem("--job is for batch work.", "For example: lora-trainer batch work night --job ash"))
+    if arguments.json:
+        problems.append(Problem("--json is for batch status.", "A batch writes batch.json into its --output."))
     presets, user = layers_from(arguments, problems)
     resolved = settled(presets, user, problems)
     if explained(arguments, resolved):
@@ -153,6 +155,13 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.folder is None:
         example = f"lora-trainer batch {arguments.root} night"
         problems.append(Problem(f"batch {arguments.root} needs the --output of a batch.", f"For example: {example}"))
+    usual = {"jobs": 1, "together": 1, "retries": 0, "executor": "local", "executor_option": [], "configs": []}
+    flags = {**usual, "resume": False, "dry_run": False, "explain": False}
+    wrong = [name for name, value in flags.items() if vars(arguments)[name] != value]
+    wrong += ["json"] if arguments.json and arguments.root != "status" else []
+    for name in wrong:
+        message = f"--{name.replace('_', '-')} is not for batch {arguments.root}."
+        problems.append(Problem(message, "Leave it out: the batch was started with what it uses."))
     if any(layers_from(arguments, problems)):
         problems.append(Problem(f"batch {arguments.root} takes no settings.", "They are those of the batch."))
     if arguments.names and arguments.root not in NAMES:

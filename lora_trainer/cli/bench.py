@@ -30,6 +30,7 @@ EXAMPLES = (
     "  lora-trainer bench step --compare compile.enabled=true\n"
     "  lora-trainer bench step --preset 12gb --export-preset best.toml\n"
 )
+OF_RUNS = ("--output", "--name", "--max-steps", "--max-hours", "--resume", "--dry-run", "--profile")
 WIDE = 132  # columns of what is not a terminal
 
 
@@ -101,7 +102,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="table, ablation, adapters, challenge, together: only rows with this text in their names",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    add_run_arguments(parser, hidden=("--profile",))
+    add_run_arguments(parser, without=OF_RUNS)
 
 
 def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:

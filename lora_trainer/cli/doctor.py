@@ -40,7 +40,7 @@ def doctor_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
         raise UsageError(unknown)
     from lora_trainer.doctor.examine import diagnose, read_facts
     from lora_trainer.doctor.lines import TITLES, plain_text, table_of
-    from lora_trainer.doctor.this_run import Described, describe_run, of_other_trainers
+    from lora_trainer.doctor.this_run import Described, describe_run
 
     facts = read_facts()  # before anything else sets a variable
     described = Described()
@@ -49,7 +49,7 @@ def doctor_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
         try:
             described = describe_run(resolved_from(arguments), facts)
         except UsageError as error:
-            described = Described(problems=of_other_trainers(arguments.config, error.problems))
+            described = Described(problems=tuple(error.problems))
     diagnosis = diagnose(facts, described, folder, online=arguments.online)
     if arguments.json:
         sys.stdout.write(json.dumps(diagnosis.to_json(), indent=2, ensure_ascii=False) + "\n")

@@ -226,6 +226,10 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
+    for name, action in (("limit_gb", "prune"), ("verify", "prune"), ("json", "status")):
+        if vars(arguments)[name] not in (None, False) and arguments.action != action:
+            problem = Problem(f"--{name.replace('_', '-')} is for cache {action}.", "Leave it out.")
+            raise UsageError(problem)
     folder = arguments.folder or (Path(resolved.config.cache.dir) if resolved.config.cache.dir else None)
     if arguments.action is None:
         if explained(arguments, resolved):

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
 from lora_trainer.config.toml import homes_of, section_types, shown
 from lora_trainer.core.errors import Problem, nearest
@@ -157,10 +158,13 @@ def _choices(detail: ErrorDetails) -> list[str]:
 
 
 def _nearest_setting(section: str, key: str) -> str:
-    """Near names of the section first, then the same key of another section."""
+    """What people call so in the section, then its near names, then what is called so elsewhere."""
+    common = COMMON_NAMES.get(key, "")
+    if common.startswith(f"{section}."):
+        return f"Did you mean {common}?"
     fields = section_types()[section].model_fields
     near = nearest(key, fields)
     if near.startswith("Did"):
         return near.replace("mean ", f"mean {section}.").replace(" or ", f" or {section}.")
-    homes = homes_of(key)
+    homes = [common] if common else homes_of(key)
     return f"Did you mean {' or '.join(homes)}?" if homes else f"{near[:-1]} in [{section}]."

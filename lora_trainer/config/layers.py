@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.complaints import wrong_keys
 from lora_trainer.config.contradictions import (
     Settings,
@@ -143,7 +144,7 @@ def _tuples(value: Any) -> Any:
 
 def _nearest_section(section: str, value: Any) -> str:
     """Also for a setting written without its section: `learning_rate = 1e-4` at the top of a file."""
-    homes = homes_of(section)
+    homes = [COMMON_NAMES[section]] if section in COMMON_NAMES else homes_of(section)
     if homes and not isinstance(value, Mapping):
         return f"Did you mean {' or '.join(homes)}?"
     return nearest(section, section_types())

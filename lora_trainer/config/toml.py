@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 import tomli_w
 
+from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.schema import CaptionsSection, Config, Section, SourceSection
 from lora_trainer.core.bounded import TextError, decode
 from lora_trainer.core.errors import Problem, UsageError
@@ -142,6 +143,10 @@ def homes_of(key: str) -> list[str]:
 
 def settings_like(word: str) -> str:
     """`Did you mean …?` for a word that should have been `section.key`."""
+    if word in COMMON_NAMES:
+        return f"Did you mean {COMMON_NAMES[word]}?"
+    if word in section_types():
+        return f"{word} is a section; its settings are {', '.join(section_types()[word].model_fields)}."
     keys = {name.partition(".")[2] for name in setting_names()}
     near = [word] if word in keys else get_close_matches(word, keys, n=3, cutoff=0.6)
     homes = [name for key in near for name in homes_of(key)]

@@ -148,7 +148,7 @@ def _sleep(patience: Patience, what: str, message: str, error: Exception, began:
     while (now := time.monotonic()) < until:
         if now - began >= patience.minutes * 60.0 or patience.is_over:
             patience.is_over = True
-            fix = f"{patience.safe()} Free space there, then {patience.then}.".strip()
+            fix = f"{patience.safe()} {what_helps(error)}, then {patience.then}.".strip()
             raise TrainingFailed(Problem(patience.first or message, fix)) from error
         try:
             if (code := patience.stop_code()) is not None:
@@ -211,6 +211,16 @@ def refusal(error: BaseException | None) -> int | None:
             return number
         error = error.__cause__
     return None
+
+
+def what_helps(error: BaseException) -> str:
+    """What makes a disk that refused a write accept it, as the start of a sentence."""
+    number = refusal(error)
+    if number in FULL:
+        return "Free space there"
+    if number in CLOSED:
+        return "Make it writable"
+    return "Check that the folder and its disk are there"
 
 
 def _number_in_text(error: BaseException) -> int | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from lora_trainer.core.findings import cut
+
 DONE = 0
 BUG = 1
 WRONG_USAGE = 2
@@ -27,6 +29,12 @@ class Problem:
 
     message: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        """Both may quote what users' files hold."""
+        for name in ("message", "fix"):
+            lines = getattr(self, name).split("\n")
+            object.__setattr__(self, name, "\n".join(map(cut, lines)))
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()

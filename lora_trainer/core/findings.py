@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from dataclasses import dataclass
@@ -11,20 +12,32 @@ from typing import Literal, TextIO
 from lora_trainer.core.terminal import is_terminal
 
 NARROWEST = 30  # columns
+LONGEST_WORD, LONGEST_LINE = 400, 8000  # letters of what is shown; a file's name has at most 255
+ENDLESS_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 Severity = Literal["error", "warning", "note"]
 
 
 def printable(name: str) -> str:
-    """A file's name on one line: line ends, terminal control codes and undecodable bytes are escaped."""
+    """A file's name on one line: line ends, terminal control codes and undecodable bytes are escaped, and what is too long
+    to be read, such as an image in base64, is cut."""
+    name = cut(name)
     if name.isprintable():
         return name
     kept = (each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in name)
     return "".join(kept)
 
 
+def cut(line: str) -> str:
+    """A line without the rest of endless words, and without its own rest."""
+    if len(line) <= LONGEST_WORD:
+        return line
+    line = ENDLESS_WORD.sub(lambda word: f"{word[0][: LONGEST_WORD // 4]}… ({len(word[0]):,} letters)", line)
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}… ({len(line):,} letters)"
+
+
 def printable_lines(text: str) -> str:
-    """A text with terminal control codes escaped; line ends stay."""
-    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+    """A text with terminal control codes escaped, and endless lines cut; line ends stay."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def folded(text: str, stream: TextIO, indent: int = 0) -> str:

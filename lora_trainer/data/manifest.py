@@ -32,6 +32,7 @@ from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
 from lora_trainer.data.sources.texts import hidden_characters, tidy
 
+FEWEST_TAGS, WORDS_OF_TAG = 4, 3  # a longer list of such short texts is hardly one of captions
 MOST_WEIGHT_SHOWN = 40  # letters
 MOST_USUAL_WEIGHT = 10  # what is more may count something else: kilograms, votes
 
@@ -190,7 +191,7 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
     candidates = (found.caption, request.section.default_caption, found.folder_caption)
     text = next((each for each in candidates if each is not None), None)
     if isinstance(text, tuple):
-        text = _chosen(text, request, reading)
+        text = _chosen(text, found.path, request, reading)
     caption = tidy(text or "", keep_lines=request.captions.wildcards)
     lines = [] if request.captions.wildcards else (text or "").strip().splitlines()
     if any(line.rstrip()[-1:].isalnum() for line in lines[:-1]):  # others end with a comma or a full stop
@@ -222,10 +223,17 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
     return caption
 
 
-def _chosen(captions: tuple[str, ...], request: SourceRequest, reading: SourceReading) -> str:
+def _chosen(captions: tuple[str, ...], image: Path, request: SourceRequest, reading: SourceReading) -> str:
     """Several captions of one image as lines to choose from, or the first of them."""
     if request.captions.wildcards or len(captions) < 2:
         return "\n".join(" ".join(each.split()) for each in captions)
+    if len(captions) >= FEWEST_TAGS and all(len(each.split()) <= WORDS_OF_TAG for each in captions):
+        message = (
+            f"has a list of {len(captions)} short texts as its captions, and is trained on the first: {captions[0]}."
+        )
+        fix = "If they are tags, write them as one text with commas, or name their key or column tags."
+        reading.find("several_captions", "warning", message, fix, image)
+        return captions[0]
     reading.note(
         f"{request.shown_path}: some images have several captions, of which the first is trained;"
         " captions.wildcards=true picks one each time."

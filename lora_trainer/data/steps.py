@@ -11,7 +11,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -167,6 +167,28 @@ def split_micros(
 
 
 @dataclass(frozen=True)
+class LargestStep:
+    """The most samples that one process has in a step, and the most of these that are in one bucket."""
+
+    samples: int
+    in_bucket: int
+
+
+def largest_step(
+    samples: Sequence[Sample], buckets: Sequence[Collection[Hashable]], effective: int, processes: int
+) -> LargestStep:
+    """No step holds more than an epoch. `buckets` are those that each sample can be in."""
+    total, places = 0, Counter[Hashable]()
+    for group in make_groups(samples, seed=0):
+        total += group.seen
+        most_of_each = math.ceil(group.seen / len(group.indices))
+        for index in group.indices:
+            places.update(dict.fromkeys(buckets[index], most_of_each))
+    most = math.ceil(min(effective, total) / processes)
+    return LargestStep(most, min(most, max(places.values())))
+
+
+@dataclass(frozen=True)
 class Lengths:
     """What decides how long a run is: the first that is set among steps and epochs, the lesser of both,
     else `total_repeats`, the times that each image is seen, in at most `step_ceiling` steps.
@@ -195,6 +217,18 @@ class StepArithmetic:
     epochs: int
     total: int
     unlimited: int | None = None  # steps without `train.step_ceiling`, where it makes them fewer
+
+    def samples_in(self, steps: int) -> int:
+        """How many samples so many steps train: the last step of an epoch may be short."""
+        if not steps:
+            return 0
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.passes + min(rest * self.effective, self.passes)
+
+    def exposures(self, images: int | None = None) -> float:
+        """How often the run trains each image on average, of so many, else of all."""
+        trained = self.samples_in(self.total) * (self.passes - self.regularization)
+        return trained / max(1, self.passes * (self.images if images is None else images))
 
     def to_json(self) -> dict[str, float]:
         repeats = (self.passes - self.regularization) / self.images if self.images else 0
@@ -236,7 +270,7 @@ def step_arithmetic(
     trained = [sample for sample in samples if not sample.regularization]
     prior = passes - sum(group.seen for group in make_groups(trained, seed=0))
     per_epoch = math.ceil(passes / effective)
-    share_of_process = math.ceil(effective / processes)
+    share_of_process = math.ceil(min(effective, passes or effective) / processes)
     accumulation = math.ceil(share_of_process / (max_micro or share_of_process))
     batch = math.ceil(share_of_process / accumulation)
     unlimited = None
@@ -265,4 +299,4 @@ def micro_shapes(steps: StepArithmetic, buckets: int) -> int:
         parts = {count: math.ceil(count / steps.batch) for count in shares}
         return {size for count, many in parts.items() for size in (count // many, math.ceil(count / many))}
 
-    return len(sizes(steps.effective) | sizes(steps.passes % steps.effective))
+    return len(sizes(min(steps.effective, steps.passes)) | sizes(steps.passes % steps.effective))

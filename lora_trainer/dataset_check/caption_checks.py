@@ -28,7 +28,7 @@ from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
 CAPTION_CODES = frozenset(
     {
         "missing_caption", "empty_caption", "unreadable_caption", "two_captions", "orphan_caption",
-        "shared_caption", "no_caption_column", "hidden_characters", "bad_metadata", "bad_weight", "unusual_weight",
+        "shared_caption", "no_caption_column", "mixed_columns", "several_captions", "hidden_characters", "bad_metadata", "bad_weight", "unusual_weight",
         "absent_image",
         DOUBTFUL, MIXED_UP, NOT_KNOWN,
     }

@@ -200,6 +200,8 @@ MANY = {
     "two_captions": "have two captions",
     "shared_caption": "share a caption",
     "no_caption_column": "have no column of captions",
+    "mixed_columns": "have captions in several columns",
+    "several_captions": "have several captions, of which the first is used",
     "orphan_caption": "are captions without an image",
     "absent_image": "name images that are not there",
     "garbled_caption": "have a caption with garbled letters",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
+from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
@@ -117,7 +118,7 @@ def write_fixed(
             os.replace(whole, target)
     except OSError as error:
         message = f"The copy cannot be written to {target} ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Free some space or name another folder with --clean-copy.")) from error
+        raise UsageError(Problem(message, f"{what_helps(error)}, or name another folder with --clean-copy.")) from error
     return FixedCopy(target, tuple(target / lot.copy for lot in lots), tuple(files))
 
 

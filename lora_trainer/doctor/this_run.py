@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,6 @@ from lora_trainer.run.file_sizes import run_bytes
 from lora_trainer.run.plans.plan import Plan, make_plan
 
 LEAST_HOST = GIB // 2  # bytes that are worth a line
-OTHER_FORMATS = (".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,20 @@ class Described:
 
 
 def describe_run(resolved: Resolved, facts: MachineFacts) -> Described:
-    """Plan it for the first GPU, or without a limit on a CPU. Problems of model and data are kept, not raised.
+    """Plan it for the GPU that trains, or without a limit on a CPU. Problems of model and data are kept, not raised.
 
     Without a torch that can be imported there is no plan: some models must be traced.
     """
     if facts.torch.failure:
         return Described(resolved)
     on_gpu = facts.torch.devices and facts.torch.build in ("cuda", "rocm") and not cpu_requested(facts.environment)
-    gpu = facts.torch.devices[0].gib if on_gpu else None
+    gpu = None
+    if on_gpu:
+        from lora_trainer.run.choices import FIRST_GPU, Gpu, choose_training_device
+
+        gpus = [Gpu(index, each.name, each.gib or 0.0) for index, each in enumerate(facts.torch.devices)]
+        wanted, taken = resolved.config.hardware.text_encoder_device, resolved.config.memory.second_gpu
+        gpu = facts.torch.devices[choose_training_device(wanted, taken, FIRST_GPU, gpus).index].gib
     try:
         return Described(resolved, make_plan(resolved, gpu_gib=gpu, here=gpu is not None))
     except UsageError as problem:
@@ -64,15 +68,6 @@ def written_places(described: Described) -> list[tuple[str, Path, int | None]]:
     beside = run_bytes(config, plan.demand.shapes, plan.steps)
     cached = max(0, int(plan.disk_gib * GIB) - beside)
     return [("cache", places[0], cached), ("output", places[1], beside)]
-
-
-def of_other_trainers(config: str | None, problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The problems of a config, as one where the file looks like another trainer's."""
-    foreign = [problem for problem in problems if "is not a section" in problem.message]
-    if config is None or (len(foreign) < len(problems) and Path(config).suffix not in OTHER_FORMATS):
-        return tuple(problems)
-    found = f"{config} looks like a config of another trainer: {(foreign or problems)[0].message}"
-    return (Problem(found, f"lora-trainer import {config} --output mine.toml, then --config mine.toml"),)
 
 
 def needs(described: Described, facts: MachineFacts) -> Lines:

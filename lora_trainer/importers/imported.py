@@ -160,14 +160,19 @@ def import_file(path: Path) -> Imported:
     Raises UsageError for a file that is damaged or unknown, and for values that cannot be read.
     """
     document = read_document(path)
-    for kind in FORMATS:
-        if kind.is_it(document):
-            return finished(kind.name, path, kind.read(path, document))
+    kind = format_of(document)
+    if kind is not None:
+        return finished(kind.name, path, kind.read(path, document))
     if isinstance(document, Mapping) and sum(key in section_types() for key in document) > len(document) / 2:
         message = f"{path} is already a config of lora-trainer."
         raise UsageError(Problem(message, f"Use it as it is: lora-trainer train --config {path}"))
     known = ", ".join(kind.name for kind in FORMATS)
     raise UsageError(Problem(f"{path} is not a config that can be imported.", f"Known: {known}."))
+
+
+def format_of(document: Any) -> Format | None:
+    """Whose config a parsed file is; None where it is nobody's."""
+    return next((kind for kind in FORMATS if kind.is_it(document)), None)
 
 
 def finished(name: str, path: Path, reading: Reading) -> Imported:

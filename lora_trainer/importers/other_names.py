@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lora_trainer.config.common_names import COMMON_NAMES
-from lora_trainer.importers import aitoolkit, diffusers_flags, kohya, onetrainer
+from lora_trainer.importers import aitoolkit, diffusers_flags, kohya, onetrainer, simpletuner
 from lora_trainer.importers.reading import KeyRule
 
 
 def rules() -> tuple[Mapping[str, KeyRule], ...]:
     """The keys of other trainers' configs, those of the most used trainer first."""
-    return kohya.RULES, diffusers_flags.RULES, aitoolkit.RULES, onetrainer.RULES
+    return kohya.RULES, diffusers_flags.RULES, aitoolkit.RULES, onetrainer.RULES, simpletuner.RULES
 
 
 def other_names() -> dict[str, tuple[str, ...]]:

@@ -31,6 +31,7 @@ ROUNDING = 1e-6  # GiB, for phases that fill what is free
 LARGEST_SHARE = 0.9  # of the GPU, so that the driver and other programs never make it spill
 NARROWER = ("fp8", "nf4")  # dtypes for the base model where the wanted one does not fit
 WHOLE_STEP = "the whole step at once"
+WHOLE_BUCKET = "all samples of a step that have one size"
 SMALLER_RANKS = (64, 32, 16, 8, 4)
 STEP_DOWN = 64  # pixels
 MOST_MICRO = 64  # samples, of the largest micro-batch that is looked for
@@ -68,6 +69,7 @@ class Demand:
     optimizer: str
     averaged: bool
     limit_gib: float | None
+    in_bucket: int | None = None  # the most samples of a step in one bucket, where the data is known
     encoder: tuple[int, int] = (0, 0)
     several: bool = False  # `data.resolutions` is set
     streaming: Literal["auto"] | int = 0
@@ -344,7 +346,7 @@ def largest_micro(demand: Demand, fit: MemoryPlan) -> int | None:
 
 def candidate_plans(demand: Demand) -> Iterator[MemoryPlan]:
     """Plans for training, the fastest first; of each precision the last one needs least memory."""
-    most = min(demand.samples, demand.max_micro or demand.samples)
+    most = min(demand.samples, demand.max_micro or demand.samples, demand.in_bucket or demand.samples)
     for precision in demand.precisions:
         if demand.checkpointing != "auto":
             yield from _micro_batches(demand, most, precision)
@@ -371,11 +373,12 @@ def _micro_batches(demand: Demand, most: int, precision: str) -> Iterator[Memory
     checkpointed = _requested_blocks(demand)
     why = "as set" if demand.checkpointing != "auto" else "not needed"
     passes = 0
+    divided = demand.in_bucket or demand.samples
     for largest in range(most, 0, -1):
-        if math.ceil(demand.samples / largest) == passes:
+        if math.ceil(divided / largest) == passes:
             continue
-        passes = math.ceil(demand.samples / largest)
-        micro = math.ceil(demand.samples / passes)
+        passes = math.ceil(divided / largest)
+        micro = math.ceil(divided / passes)
         if micro > most:
             micro = largest
         yield _plan(demand, micro, checkpointed, precision, why)
@@ -427,6 +430,8 @@ def _plan(
         whole = WHOLE_STEP
     elif micro == demand.max_micro:
         whole = "train.max_micro_batch_size"
+    elif micro == demand.in_bucket:
+        whole = WHOLE_BUCKET
     return MemoryPlan(
         micro=micro,
         accumulation=math.ceil(demand.samples / micro),

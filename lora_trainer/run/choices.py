@@ -18,10 +18,12 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.launch import cpu_requested, processes_here
+from lora_trainer.data.steps import LargestStep
 from lora_trainer.memory_plan.estimate import (
     CONTEXT_GIB,
     GIB,
     LARGEST_SHARE,
+    WHOLE_BUCKET,
     WHOLE_STEP,
     Demand,
     choose_fit,
@@ -47,6 +49,7 @@ LARGEST_MICRO_ON_CPU = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
 OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
 AS_SET = "as set"
+FIRST_GPU = torch.device("cuda", 0)
 # Compiling a U-Net takes a GPU about a minute and saves tens of milliseconds a step: an estimate, not measured.
 FEWEST_STEPS = 1500
 LARGEST_ALIKE = 0.97  # of the largest GPU's memory: a GPU with so much is as large
@@ -172,9 +175,7 @@ def gpu_gib_for_auto(layers: Sequence[Layer]) -> float | None:
         for layer in layers:
             values = layer.values.get(section)
             last.update(values if isinstance(values, Mapping) else {})
-    device = choose_training_device(
-        last.get("text_encoder_device"), last.get("second_gpu"), torch.device("cuda", 0), gpus
-    )
+    device = choose_training_device(last.get("text_encoder_device"), last.get("second_gpu"), FIRST_GPU, gpus)
     return gpus[device.index].gib
 
 
@@ -253,8 +254,16 @@ def what_is_here(device: torch.device, gpus: Sequence[Gpu]) -> str:
     return f"this machine shows {counted(len(gpus), 'GPU')}: {known}"
 
 
-def choose(resolved: Resolved, family: Family, architecture: Architecture, device: torch.device, world: int) -> Choices:
-    """Decide for a device: on a GPU by the memory plan, on a CPU by the settings.
+def choose(
+    resolved: Resolved,
+    family: Family,
+    architecture: Architecture,
+    device: torch.device,
+    world: int,
+    largest: LargestStep | None = None,
+) -> Choices:
+    """Decide for a device: on a GPU by the memory plan, on a CPU by the settings. `largest` is the largest step of the data,
+    where that is known.
 
     Raises UsageError, with settings that would fit, when no choice left to the plan makes the run fit the GPU, for nf4
     without bitsandbytes, and as `choose_encoder_device` does.
@@ -274,7 +283,8 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
     if precision.value == "nf4":
         need_library()
     if device.type != "cuda":
-        micro, reason = choose_micro(config, world)
+        samples = largest.samples if largest else math.ceil(config.train.effective_batch_size / world)
+        micro, reason = choose_micro(config, samples, largest.in_bucket if largest else samples)
         checkpointing = (
             False if config.memory.gradient_checkpointing == "auto" else config.memory.gradient_checkpointing
         )
@@ -291,12 +301,14 @@ def choose(resolved: Resolved, family: Family, architecture: Architecture, devic
             why,
             base_note(held_bytes, processes_here(world), *system_memory()),
             swapped=config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0,
-            samples=math.ceil(config.train.effective_batch_size / world),
+            samples=samples,
             encoder_device=encodes_on,
             second_gpu=second,
             undivided=alone,
         )
     demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
+    if largest is not None:
+        demand = replace(demand, samples=largest.samples, in_bucket=largest.in_bucket)
     if second is not None:
         there = torch.device(second.value)
         if computed_in(precision.value, device) == torch.bfloat16 and torch.cuda.get_device_capability(there)[0] < 8:
@@ -381,13 +393,13 @@ def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def choose_micro(config: Config, world: int) -> tuple[int, str]:
-    """Samples per forward pass on a CPU."""
-    per_process = -(-config.train.effective_batch_size // world)
-    if config.train.max_micro_batch_size is not None:
-        return min(config.train.max_micro_batch_size, per_process), "train.max_micro_batch_size"
-    if per_process <= LARGEST_MICRO_ON_CPU:
-        return per_process, WHOLE_STEP
+def choose_micro(config: Config, samples: int, in_bucket: int) -> tuple[int, str]:
+    """Samples per forward pass on a CPU, of a step of `samples` with at most `in_bucket` in one bucket."""
+    wanted = config.train.max_micro_batch_size
+    if wanted is not None and wanted <= in_bucket:
+        return wanted, "train.max_micro_batch_size"
+    if wanted is not None or in_bucket <= LARGEST_MICRO_ON_CPU:
+        return in_bucket, WHOLE_STEP if in_bucket == samples else WHOLE_BUCKET
     return LARGEST_MICRO_ON_CPU, "more gains nothing on a CPU; train.max_micro_batch_size changes it"
 
 

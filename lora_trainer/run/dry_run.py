@@ -14,7 +14,7 @@ from lora_trainer.run.caching import cache_folder, plan_caches
 from lora_trainer.run.choices import choose, gpu_gib, processes_on_their_gpus
 from lora_trainer.run.differences import changes
 from lora_trainer.run.generation import with_finished_class_images
-from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
+from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import Plan, make_plan
@@ -30,7 +30,8 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     refuse_without_validation(config, inputs)
     check_lora_files(config, inputs.family, inputs.facts)
     processes = processes_on_their_gpus(config)
-    choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+    largest = largest_of(config, inputs.train, inputs.train_plan, processes.world)
+    choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world, largest)
     if inputs.facts.whole:  # else nothing can be there
         inputs = with_finished_class_images(config, inputs, choices.dtype, console)
     steps = arithmetic(config, inputs.train, choices.micro, processes.world)

@@ -23,7 +23,7 @@ from lora_trainer.core.interrupt import StepAborted, abortable, remembering, sto
 from lora_trainer.core.io import write_text
 from lora_trainer.data.sample_counts import FILE as SAMPLE_COUNTS
 from lora_trainer.data.sample_counts import never_trained, write_sample_counts
-from lora_trainer.data.steps import micro_shapes
+from lora_trainer.data.steps import StepArithmetic, micro_shapes
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.encoder_features import load_encoder
@@ -282,7 +282,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         with contextlib.nullcontext() if context.is_sharded else abortable():
             return own(*arguments)
 
-    pairs = compared_captions(config, images, session.steps.total)
+    pairs = compared_captions(config, images, session.steps)
 
     def validate(batch_size: int) -> ValidationLoss:
         compute, seed = Compute(context.dtype, context.device, at_once=batch_size), config.train.seed
@@ -364,11 +364,11 @@ def make_profiler(session: Session, context: StepContext) -> Profiler | None:
     return Profiler(config.profile, session.folder, on, session.console.print)
 
 
-def compared_captions(config: Config, images: RealImages, total_steps: int) -> Pairs:
+def compared_captions(config: Config, images: RealImages, steps: StepArithmetic) -> Pairs:
     """The captions that each validation compares; none where that is off or there are too few."""
     if not config.validation.agreement or any(sample.seen for sample in images.unseen):
         return ()  # of captions that are read with their own control images, none is another image's
-    between = min(config.validation.every_n_steps or total_steps, total_steps) * config.train.effective_batch_size
+    between = steps.samples_in(min(config.validation.every_n_steps or steps.total, steps.total))
     return plan_pairs([str(sample.caption) for sample in images.unseen], between)
 
 

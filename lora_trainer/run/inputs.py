@@ -23,7 +23,7 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.moved import original_place, read_moved
 from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import MOST_COMPARED, split_validation
-from lora_trainer.data.steps import Lengths, StepArithmetic, step_arithmetic
+from lora_trainer.data.steps import LargestStep, Lengths, StepArithmetic, largest_step, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
 from lora_trainer.models import FAMILIES
@@ -328,9 +328,7 @@ def _plan_findings(config: Config, facts: ModelFacts, report: DataReport) -> lis
         return []
     micro = config.train.max_micro_batch_size or config.train.effective_batch_size
     steps = arithmetic(config, train, micro, processes=1)
-    share = 1 - steps.regularization / steps.passes
-    exposures = steps.total * config.train.effective_batch_size * share / len(learned)
-    found = check_plan(len(learned), exposures, config.lora.rank)
+    found = check_plan(len(learned), steps.exposures(len(learned)), config.lora.rank)
     return found + check_buckets([row.samples for row in report.rows], micro)
 
 
@@ -426,6 +424,12 @@ def measured_among(train: Sequence[Sample], validation: Sequence[Sample]) -> lis
                 found.setdefault(sample.content, index)
     kept = list(unseen.values())[:MOST_COMPARED]
     return [*sorted(learned[content] for content in sorted(learned)[: MOST_COMPARED - len(kept)]), *kept]
+
+
+def largest_of(config: Config, train: Sequence[Sample], plan: BucketPlan, processes: int) -> LargestStep:
+    """How large a step of one process can be, and a micro-batch in it. `plan` is that of the samples."""
+    buckets = [{view.fit.bucket for view in views} for views in plan.views]
+    return largest_step(train, buckets, config.train.effective_batch_size, processes)
 
 
 def latent_bytes(samples: Sequence[Sample], plan: BucketPlan, facts: ModelFacts, itemsize: int) -> int:

@@ -234,7 +234,7 @@ def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: C
         console.print(
             f"note: this is most of cache.limit_gb={limit:g}. Set data.crop_variants or data.color_variants lower."
         )
-    seen = steps.total * steps.effective / max(1, steps.images)
+    seen = steps.exposures()
     if seen < plan.most:
         console.print(f"note: {steps.total} steps show an image about {seen:.1f} times, so not all of its variants")
 

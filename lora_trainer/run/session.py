@@ -25,7 +25,7 @@ from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
 from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_their_gpus
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.generation import with_class_images
-from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
+from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.order import Order
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
@@ -67,7 +67,10 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     processes = processes_on_their_gpus(order.config)
     if crowded := cap_memory(order.config, processes.device):
         order.console.print(crowded)
-    choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
+    largest = largest_of(order.config, inputs.train, inputs.train_plan, processes.world)
+    choices = choose(
+        order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world, largest
+    )
     if choices.second_gpu and (crowded := cap_memory(order.config, torch.device(choices.second_gpu.value))):
         order.console.print(f"{choices.second_gpu.value}: {crowded}")
     threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
@@ -127,10 +130,7 @@ def with_found_micro(session: Session, context: StepContext, data: CachedData) -
     config, processes = session.config, session.processes
     if not config.train.auto_find_micro_batch_size:
         return session
-    most = min(
-        -(-config.train.effective_batch_size // processes.world),
-        config.train.max_micro_batch_size or config.train.effective_batch_size,
-    )
+    most = min(session.choices.samples, config.train.max_micro_batch_size or session.choices.samples)
     found = earlier_find(session.folder) if session.order.resume else None
     if found is not None:
         micro, reason = min(found, most), "found at the start of the run (train.auto_find_micro_batch_size)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,11 +70,13 @@ def user_presets(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def layers_of(
-    asked: AskedSettings, own: Mapping[str, Mapping[str, Any]], gpu_gib: float | None, problems: list[Problem]
+    asked: AskedSettings,
+    own: Mapping[str, Mapping[str, Any]],
+    memory_of_gpu: Callable[[Sequence[Layer]], float | None],
+    problems: list[Problem],
 ) -> tuple[list[Layer], list[Layer], list[str]]:
-    """Layers of the program's presets and of the user, as those of the command's flags, and notes. `own` are saved presets."""
-    chosen = preset_layers([name for name in asked.presets if name not in own], gpu_gib)
-    problems.extend(chosen.problems)
+    """Layers of the program's presets and of the user, as those of the command's flags, and notes. `own` are saved presets,
+    and `memory_of_gpu` returns GiB of the GPU that trains by the user's layers."""
     user = [Layer(f"saved preset {name}", own[name]) for name in asked.presets if name in own]
     if values := asked.nested(problems):
         user.append(Layer(PAGE, values))
@@ -82,6 +84,9 @@ def layers_of(
         user.append(Layer("--model", {"model": {"path": asked.model}}))
     if asked.data:
         user.append(Layer("--data", {"data": {"sources": list(asked.data)}}))
+    gpu = memory_of_gpu(user) if needs_gpu(asked) else None
+    chosen = preset_layers([name for name in asked.presets if name not in own], gpu)
+    problems.extend(chosen.problems)
     return list(chosen.layers), user, list(chosen.notes)
 
 

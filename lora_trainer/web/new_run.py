@@ -15,6 +15,7 @@ import tomli_w
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from lora_trainer.config.needs import needs_in_words
 from lora_trainer.config.presets import AUTO, presets, tier_gb
 from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
 from lora_trainer.config.tables import names_for
@@ -104,6 +105,7 @@ def sections() -> list[dict[str, Any]]:
                     "can_be_empty": can_be_emptied(kind, key),
                     "default": kind().model_dump(mode="json")[key],
                     "description": field.description or "",
+                    "needs": needs_in_words(name),
                     "aliases": aliases.get(name, ()),
                     "on_resume": extra.get("on_resume") if isinstance(extra, dict) else None,
                 }

@@ -21,7 +21,6 @@ from lora_trainer.batch.folders import job_settings, shared_from_json
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, valid_settings
 from lora_trainer.core.errors import Problem, UserError, gathering
-from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.io import finite
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.folder import claim
@@ -139,7 +138,8 @@ def planned(request: Request, lists: dict[str, tuple[float, Data]]) -> dict[str,
         data = planned_data(config, architecture_of(config, FAMILIES)[1].facts)
         lists.clear()
         kept = lists[key] = (time.monotonic(), data)
-    gpu = cuda_memory_gib() if needs_gpu(AskedSettings(**request["asked"])) else None
+    is_auto = needs_gpu(AskedSettings(**request["asked"]))
+    gpu = memory_of_gpu([Layer(PAGE, config.model_dump())]) if is_auto else None
     plan = make_plan(resolved, gpu_gib=gpu, data=kept[1], here=gpu is not None)
     values, before = config.model_dump(mode="json"), alone.config.model_dump(mode="json")
     rows, differences = {}, []
@@ -163,12 +163,18 @@ def planned(request: Request, lists: dict[str, tuple[float, Data]]) -> dict[str,
     }
 
 
+def memory_of_gpu(layers: Sequence[Layer]) -> float | None:
+    """GiB of the GPU on which a run with these settings trains; None without a GPU."""
+    from lora_trainer.run.choices import gpu_gib_for_auto
+
+    return gpu_gib_for_auto(layers)
+
+
 def resolved_of(request: Request) -> tuple[Resolved, Resolved, list[str]]:
     """The settings of model, data and presets alone, those of the request, and notes. Raises UserError."""
     asked, problems, notes = AskedSettings(**request["asked"]), list[Problem](), list[str]()
     roots = [Path(root) for root in request["roots"]]
-    gpu = cuda_memory_gib() if needs_gpu(asked) else None
-    presets, user, of_presets = layers_of(asked, request["own"], gpu, problems)
+    presets, user, of_presets = layers_of(asked, request["own"], memory_of_gpu, problems)
     refuse_outside((layer.values for layer in user), roots, problems)
     if problems:  # nothing outside is read, also not to find more problems
         for layer in user:

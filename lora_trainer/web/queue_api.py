@@ -112,7 +112,7 @@ def checked_jobs(state: ServerState, asked: AskedSettings, jobs: Mapping[str, Pa
 def shared_of(state: ServerState, asked: AskedSettings) -> Shared:
     """The layers of a request, as a batch keeps them. Raises UserError."""
     problems = list[Problem]()
-    presets, user, _ = layers_of(asked, user_presets(state.own / "presets"), None, problems)
+    presets, user, _ = layers_of(asked, user_presets(state.own / "presets"), lambda user: None, problems)
     if problems:
         raise Refusal(422, problems)
     # A worker has another current folder than the server.

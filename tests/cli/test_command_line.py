@@ -69,6 +69,9 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], monkeypatch:
         ("--optimizer_type AdamW", "Use --set optimizer.name=VALUE."),
         ("--resume_from_checkpoint latest", "Use --resume."),
         ("--xformers", "Remove it: "),
+        ("--lora_alpha 4", "Use --set lora.alpha=4."),
+        ("--dataset images", "Use --data images."),
+        ("--base_model_precision int8-quanto", "Use --set memory.weight_dtype=VALUE."),
     ],
 )
 def test_flags_of_other_trainers_are_answered_with_ours(
@@ -92,6 +95,12 @@ def test_flags_of_other_trainers_are_answered_with_ours(
         ("optimizer.optimizer=ADAMW", "Use --set optimizer.name=VALUE."),
         ("sample.steps=20", "Use --set sample.num_inference_steps=20."),
         ("xformers=true", "Remove it: "),
+        ("batch_size=4", "Use --set train.effective_batch_size=4."),
+        ("lora_rank=4", "Use --set lora.rank=4."),
+        ("lora_alpha=4", "Use --set lora.alpha=4."),
+        ("dataset=images", "Use --set data.sources=VALUE."),
+        ("text_encoder.lora_rank=4", "text_encoder.lora_rank"),  # ours
+        ("loss=huber", "loss is a section; its settings are type,"),
         ("lora.type=LoKR", "Did you mean lokr?"),
         ("lora.type=locon", "Use --set lora.type=lora, and --set 'lora.target_modules=["),
         ("lora.type=diag-oft", "Use --set lora.type=oft."),
@@ -105,6 +114,40 @@ def test_settings_of_other_trainers_are_answered_with_ours(
     assert code == 2
     assert err.startswith("error: ")
     assert answer in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("network_dim = 4", "Use lora.rank."),
+        ("batch_size = 4", "Use train.effective_batch_size."),
+        ("xformers = true", "Remove it: "),
+        ("[lora]\nnetwork_alpha = 4", "Use lora.alpha."),
+        ("[train]\nbatch_size = 4", "Use train.effective_batch_size."),
+        ("[sample]\nsteps = 4", "Use sample.num_inference_steps."),
+        ("[lora]\nrnak = 4", "Did you mean lora.rank?"),
+    ],
+)
+def test_settings_of_other_trainers_in_a_file_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, written: str, answer: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(f"{written}\n[optimizer]\nbeta1 = 0.5\n", encoding="utf-8")
+    code, _, err = run(capsys, "train", "--config", str(tmp_path / "mine.toml"), "--explain")
+    assert code == 2
+    assert answer in " ".join(err.split())
+    assert "problems" not in err
+
+
+def test_a_config_of_another_trainer_is_answered_with_import(
+    capsys: pytest.CaptureFixture[str], checkout: Path
+) -> None:
+    folder = checkout / "tests" / "importers" / "files"
+    files = ("kohya_config.toml", "kohya_dataset.toml", "kohya_gui.json", "aitoolkit.yaml", "onetrainer.json")
+    for path in [folder / name for name in (*files, "simpletuner.json", "diffusers.sh", "musubi.sh")]:
+        code, _, err = run(capsys, "train", "--config", str(path), "--explain")
+        assert code == 2
+        assert f"lora-trainer import {path} --output" in " ".join(err.split())
+        assert "problems" not in err
 
 
 def test_sample_answers_words_of_other_programs_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,10 +230,34 @@ def test_explain_shows_each_value_and_its_origin(capsys: pytest.CaptureFixture[s
 def test_every_command_with_explain_only_explains(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, _ = run(capsys, *command, "--set", "lora.rank=3", "--output", str(tmp_path), "--explain")
+    output = ["--set", f"run.output={tmp_path}"]  # `bench` writes no run, and has no --output
+    code, out, _ = run(capsys, *command, "--set", "lora.rank=3", *output, "--explain")
     assert (code, row(out, "lora.rank")) == (0, ["lora.rank", "3", "--set"])
     assert "differs from the default" in out.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["bench", "step", flag] for flag in ("--resume", "--dry-run", "--profile")),
+        *(["bench", "step", flag, "1"] for flag in ("--output", "--name", "--max-steps", "--max-hours")),
+        *(["cache", *rest] for rest in (["--json"], ["--verify"], ["status", "--limit-gb", "1"], ["prune", "--json"])),
+        ["batch", "work", "absent", "--jobs", "2"],
+        ["batch", "status", "absent", "--resume"],
+        ["batch", "cancel", "absent", "ash", "--json"],
+        ["batch", "absent", "--json"],
+    ],
+)
+def test_a_command_takes_no_flag_that_it_does_not_act_on(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    flag = next(word for word in arguments if word.startswith("--"))
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert flag in err
+    if arguments[0] == "bench":
+        assert flag not in run(capsys, "bench", "--help")[1]
 
 
 def test_the_builtin_model_has_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:

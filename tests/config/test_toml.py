@@ -110,3 +110,18 @@ def test_malformed_assignments_are_refused_with_an_example(text: str) -> None:
     assert isinstance(problem, Problem)
     assert text in problem.message
     assert problem.fix
+
+
+@pytest.mark.parametrize(
+    ("word", "setting"),
+    [
+        ("batch_size", "train.effective_batch_size"),
+        ("lora_alpha", "lora.alpha"),
+        ("optimizer", "optimizer.name"),
+        ("rank", "lora.rank"),
+    ],
+)
+def test_what_people_call_a_setting_comes_before_keys_that_are_alike(word: str, setting: str) -> None:
+    problem = parse_assignment(f"{word}=4")
+    assert isinstance(problem, Problem)
+    assert problem.fix.startswith(f"Did you mean {setting}")

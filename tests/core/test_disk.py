@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.core import disk
-from lora_trainer.core.disk import Patience, patient, refusal, size_words, stand_by, write_with_retry
+from lora_trainer.core.disk import Patience, patient, refusal, size_words, stand_by, what_helps, write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed
 
 
@@ -209,3 +209,20 @@ def test_files_of_a_deleted_folder_are_written_again_once_and_only_in_a_run(tmp_
     assert done == ["lock"]
     disk.NONE.keep("lock", lambda: None)
     assert not disk.NONE.again
+
+
+@pytest.mark.parametrize(
+    ("number", "helps"),
+    [
+        (errno.ENOSPC, "Free space there"),
+        (errno.EDQUOT, "Free space there"),
+        (errno.EACCES, "Make it writable"),
+        (errno.EROFS, "Make it writable"),
+        (errno.ENOENT, "Check that the folder and its disk are there"),
+        (errno.EIO, "Check that the folder and its disk are there"),
+    ],
+)
+def test_what_helps_is_by_the_reason_of_a_refusal(number: int, helps: str) -> None:
+    error = RuntimeError("a library")
+    error.__cause__ = OSError(number, os.strerror(number))
+    assert what_helps(error) == helps

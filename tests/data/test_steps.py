@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import Lengths, StepPlan, micro_shapes, plan_steps, share, split_micros, step_arithmetic
+from lora_trainer.data.steps import (
+    Lengths,
+    StepPlan,
+    largest_step,
+    micro_shapes,
+    plan_steps,
+    share,
+    split_micros,
+    step_arithmetic,
+)
 
 
 def samples_of(repeats: list[int], contents: int | None = None) -> list[Sample]:
@@ -169,6 +178,38 @@ def test_lengths(lengths: Lengths, total: int, epochs: int) -> None:
     assert (counted.total, counted.epochs, counted.steps_per_epoch) == (total, epochs, 50)
 
 
+@given(repeat_counts, st.integers(1, 30), st.integers(1, 40))
+def test_what_is_counted_beforehand_is_what_the_steps_train(repeats: list[int], effective: int, steps: int) -> None:
+    samples = samples_of(repeats)
+    samples[-1] = replace(samples[-1], regularization=len(samples) > 1)
+    plan = plan_steps(samples, effective, seed=0)
+    counts = step_arithmetic(samples, effective, Lengths(max_steps=steps))
+    assert counts.samples_in(steps) == sum(plan.size(step) for step in range(steps))
+    whole = step_arithmetic(samples, effective, Lengths(max_epochs=2))
+    trained = [ref.index for step in range(whole.total) for ref in plan.refs(step)]
+    own = sum(not samples[index].regularization for index in trained)
+    assert whole.exposures() == pytest.approx(own / whole.images)
+
+
+@given(repeat_counts, st.integers(1, 30), st.integers(1, 3), st.integers(1, 4))
+def test_no_micro_batch_is_larger_than_the_largest_of_the_data(
+    repeats: list[int], effective: int, processes: int, buckets: int
+) -> None:
+    samples = samples_of(repeats)
+    largest = largest_step(samples, [{index % buckets} for index in range(len(samples))], effective, processes)
+    plan = plan_steps(samples, effective, seed=0)
+    shares = [share(plan.refs(step), 0, processes) for step in range(2 * plan.steps_per_epoch)]
+    micros = [micro for refs in shares for micro in split_micros(refs, lambda ref: ref.index % buckets, effective)]
+    assert max(map(len, shares)) == largest.samples
+    assert max(map(len, micros)) <= largest.in_bucket <= largest.samples
+
+
+def test_a_batch_larger_than_the_data_is_one_micro_batch() -> None:
+    counted = step_arithmetic(samples_of([1] * 6), 64, Lengths(), max_micro=None, processes=1)
+    assert (counted.batch, counted.accumulation, counted.total) == (6, 1, 100)
+    assert counted.exposures() == 100
+
+
 def test_accumulation_is_derived() -> None:
     counted = step_arithmetic(samples_of([1] * 20), 12, Lengths(), max_micro=4, processes=2)
     assert (counted.batch, counted.accumulation, counted.processes) == (3, 2, 2)
@@ -196,6 +237,5 @@ def test_a_run_uses_the_counted_micro_batch_sizes(effective: int, most: int, pas
         for rank in range(processes)
         for micro in split_micros(share(plan.refs(step), rank, processes), lambda ref: 0, counts.batch)
     }
-    if passes >= effective:
-        assert micro_shapes(counts, 1) == len(met)
+    assert micro_shapes(counts, 1) == len(met)
     assert micro_shapes(counts, 3) == 3 * counts.batch >= len(met)

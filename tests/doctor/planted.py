@@ -230,8 +230,8 @@ REAL = {
     "a config of kohya": (
         "--config <folder>/kohya.toml",
         (
-            "error   settings: <folder>/kohya.toml looks like a config of another trainer: network_dim (from --config "
-            "<folder>/kohya.toml) is not a section. (wanted: settings that a run accepts)"
+            "error   settings: --config <folder>/kohya.toml is a file of another trainer (kohya config). "
+            "(wanted: settings that a run accepts)"
         ),
     ),
     "an attention backend that is missing": (

@@ -172,8 +172,8 @@ def test_columns_of_a_table_name_controls(bench, name):
     (bench.data / name).write_text(text, encoding="utf-8")
     source = bench.data if name.startswith("metadata") else bench.data / name
     manifest, findings = read_manifest([SourceSection(path=str(source), control_columns=("source",))])
-    # Each image has a text file too, which is used where the table is only one of the folder's.
-    assert {finding.code for finding in findings} == ({"two_captions"} if name.startswith("metadata") else set())
+    # Each image has a text file too, which is used where the table is only one of the folder's; both are named.
+    assert {finding.code for finding in findings} == {"two_captions"}
     assert [each.controls[0].path.name for each in manifest.samples] == [each.path.name for each in manifest.samples]
     captions = SourceSection(
         path=str(bench.data), captions_file=str(bench.data / name), control_columns=("source",), default_caption="a"

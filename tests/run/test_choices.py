@@ -19,6 +19,8 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
 from lora_trainer.core import hardware
 from lora_trainer.core.errors import UsageError
+from lora_trainer.doctor.facts import TorchDevice
+from lora_trainer.doctor.this_run import describe_run
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import Architecture
@@ -34,7 +36,10 @@ from lora_trainer.run.choices import (
     processes_on_their_gpus,
 )
 from lora_trainer.run.plans.plan import make_plan
+from lora_trainer.run.settings import settle
 from lora_trainer.training.processes import Processes
+from lora_trainer.web.planner import memory_of_gpu
+from tests.doctor.planted import HEALTHY
 from tests.recipes.recipe import save_tiny_model
 
 
@@ -205,12 +210,21 @@ def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, 
     assert current == []
     assert choices.gpu_gib(config) == pytest.approx(gpus[0].gib)
     assert choices.gpu_gib_for_auto([Layer("--set", more)]) == pytest.approx(gpus[trains].gib)
+    assert memory_of_gpu([Layer("the page", more)]) == pytest.approx(gpus[trains].gib)
     monkeypatch.setattr(choices, "join_processes", lambda minutes: Processes(0, 1, CUDA, None, lambda: None))
     processes = processes_on_their_gpus(config)
     assert (processes.device, current) == (torch.device("cuda", trains), [processes.device])
     assert choices.gpu_gib(config) == pytest.approx(gpus[trains].gib)
     found = choose_encoder_device(wanted, processes.device, gpus, 1)
     assert (found and found.value) == encodes
+
+
+@pytest.mark.parametrize(("wanted", "limit"), [("auto", 24.0), (None, 8.0)])
+def test_doctor_plans_for_the_gpu_that_trains(wanted, limit):
+    of_two = replace(HEALTHY.torch, devices=(TorchDevice("small", 8.0), TorchDevice("large", 24.0)))
+    layers = [Layer("--set", {"model": {"family": "sd15"}, "hardware": {"text_encoder_device": wanted}})]
+    described = describe_run(settle([], layers, builtin_if_none=False), replace(HEALTHY, torch=of_two))
+    assert described.plan.demand.limit_gib == limit
 
 
 def free(gpu: Gpu) -> float:

@@ -20,6 +20,7 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.gpu_rates import OTHER_TFLOPS, USUAL, least_seconds
+from lora_trainer.data.sample import Sample
 from lora_trainer.memory_plan.estimate import (
     LARGEST_SHARE,
     Demand,
@@ -46,6 +47,20 @@ def plan_for(*presets: str, family: str = "sdxl", **settings: object) -> Plan:
         section, key = name.split("__")
         values.setdefault(section, {})[key] = value
     return make_plan(settle(preset_layers(presets).layers, [Layer("--set", values)], builtin_if_none=False))
+
+
+def test_a_micro_batch_is_no_larger_than_the_data() -> None:
+    """Of six images in buckets of four and two, no step has more than four at once."""
+    sizes = [(1024, 1024)] * 4 + [(832, 1216)] * 2
+    train = tuple(
+        Sample(Path(f"{number}.png"), "a cat", *size, content=str(number)) for number, size in enumerate(sizes)
+    )
+    values = [Layer("--set", {"model": {"family": "sdxl"}, "train": {"effective_batch_size": 64}})]
+    plan = make_plan(settle([], values, builtin_if_none=False), data=(train, ()))
+    assert (plan.fit.micro, plan.fit.accumulation, plan.demand.samples) == (4, 2, 6)
+    smaller = [Layer("--set", {"model": {"family": "sdxl"}, "train": {"effective_batch_size": 4}})]
+    same = make_plan(settle([], smaller, builtin_if_none=False), data=(train, ()))
+    assert plan.fit.parts.activations == same.fit.parts.activations
 
 
 def test_every_preset_fits_every_family() -> None:

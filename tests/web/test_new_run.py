@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from lora_trainer.config.needs import settings_with_needs
 from lora_trainer.config.presets import presets
 from lora_trainer.config.toml import setting_names
 from lora_trainer.web.children import Children, stop_process
@@ -46,6 +47,7 @@ def test_the_schema_has_every_setting_and_preset(client: TestClient) -> None:
     assert rows["model.path"]["can_be_empty"]
     assert rows["data.sources"]["is_list"]
     assert all(row["description"] and row["on_resume"] for row in rows.values())
+    assert {name for name, row in rows.items() if row["needs"]} == set(settings_with_needs())
     for theirs, ours in (
         ("network_dim", "lora.rank"),
         ("unet_lr", "optimizer.learning_rate"),

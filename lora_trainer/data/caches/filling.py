@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lora_trainer.core.disk import write_with_retry
+from lora_trainer.core.disk import what_helps, write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus
 from lora_trainer.data.caches.claims import Claims, in_use, pauses, upkeep
@@ -121,7 +121,7 @@ def refuse_unwritable(folder: Path, lacking: str) -> None:
 def refused(folder: Path, error: OSError) -> TrainingFailed:
     """The disk's no."""
     message = f"The cache {folder} cannot be written ({(error.strerror or str(error)).lower()})."
-    return TrainingFailed(Problem(message, "Free space there, or set cache.dir to another disk."))
+    return TrainingFailed(Problem(message, f"{what_helps(error)}, or set cache.dir to another disk."))
 
 
 class _Filling(Generic[Prepared]):

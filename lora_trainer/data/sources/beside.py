@@ -119,6 +119,8 @@ def read_beside(
     """
     if not files:
         return NOTHING if listed is None else Beside(listed)
+    # What comes before both captions leaves nothing to decide between them.
+    table, other = "the folder's table", listed if request.section.captions_file is None else None
     captions = [each for each in files if each.is_caption]
     documents = [each for each in files if each.name.lower().endswith(JSON_ENDING)]
     # A text. Its JSON may have a weight.
@@ -128,7 +130,7 @@ def read_beside(
         name = captions[0].name
         try:
             caption = decode(read(name))
-            _find_other_row(image, name, caption, listed, request, reading)
+            find_other_caption(image, posixpath.basename(name), caption, table, other, reading)
             return Beside(caption, weight, name)
         except TextError as error:
             message = f"has a caption file that {error} ({posixpath.basename(name)})."
@@ -147,11 +149,17 @@ def read_beside(
     except TextError as error:
         return Beside(listed, damage=_damaged(image, documents[0], error, "error"))
     if described.caption is not None:
-        _find_other_row(image, documents[0].name, described.caption, listed, request, reading)
+        reading.filled[described.filled] += 1
+        reading.first_filled.setdefault(described.filled, image)
+        name = posixpath.basename(documents[0].name)
+        find_other_caption(image, name, described.caption, table, other, reading)
         return Beside(described.caption, described.weight, documents[0].name)
-    if listed is not None or not described.columns:
+    if listed is not None or not (described.columns or described.groups):
         return Beside(listed, described.weight)
     name, columns = posixpath.basename(documents[0].name), ", ".join(described.columns)
+    if described.groups:
+        hint = f"{name} has its tags in groups ({', '.join(described.groups)}): write them as one text or one list."
+        return Beside(weight=described.weight, hint=hint)
     reading.without_caption.append(f"{name}, which has {columns}")
     hint = f"{name} has {columns}: captions.column names the one that holds captions."
     return Beside(weight=described.weight, hint=hint)
@@ -173,17 +181,16 @@ def _find_doubtful(image: Path, captions: Sequence[TextFile], reading: SourceRea
         reading.find("shared_caption", "warning", message, fix, image)
 
 
-def _find_other_row(
-    image: Path, name: str, caption: Caption, listed: Caption | None, request: SourceRequest, reading: SourceReading
+def find_other_caption(
+    image: Path, place: str, caption: Caption, other_place: str, other: Caption | None, reading: SourceReading
 ) -> None:
-    """Name the caption that is used where a row of the folder's table has another one."""
-    if listed is None or request.section.captions_file is not None:  # which comes before both
+    """Name the caption that is used where another place has another one."""
+    if other is None:
         return
-    used, other = (
-        [" ".join(text.split()) for text in ((each,) if isinstance(each, str) else each)] for each in (caption, listed)
-    )
-    if used != other:
-        message = f"has a caption in {posixpath.basename(name)}, which is used, and another one in the folder's table."
+    lines = [(each,) if isinstance(each, str) else each for each in (caption, other)]
+    used, unused = ([" ".join(text.split()) for text in texts] for texts in lines)
+    if used != unused:
+        message = f"has a caption in {place}, which is used, and another one in {other_place}."
         reading.find("two_captions", "note", message, "Remove one of them.", image)
 
 
@@ -205,5 +212,5 @@ def _weight_in(
 
 
 def _damaged(image: Path, document: TextFile, error: TextError, severity: Severity) -> Finding:
-    message = f"has a {posixpath.basename(document.name)} that {error}."
+    message = f"has a file {posixpath.basename(document.name)} beside it that {error}."
     return Finding("bad_metadata", severity, message, "Fix or remove it.", image)

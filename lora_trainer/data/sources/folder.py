@@ -65,7 +65,7 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
                 repeats,
                 row.weight if beside.weight is None else beside.weight,
                 instead=beside.instead,
-                hint=beside.hint,
+                hint=beside.hint or row.hint,
                 folder_caption=kohya[1] if kohya else None,
                 controls=controls_in(base, row.controls, files),
                 caption_file=beside.file,

@@ -79,6 +79,8 @@ class SourceReading:
     unread: Counter[str] = field(default_factory=Counter)  # files of a source that are not read, by their ending
     weights: list[float] = field(default_factory=list)  # that tables and JSON of a source give its images
     without_caption: list[str] = field(default_factory=list)  # JSON beside images of a source that holds none
+    filled: Counter[tuple[str, ...]] = field(default_factory=Counter)  # keys of captions in JSON beside its images
+    first_filled: dict[tuple[str, ...], Path] = field(default_factory=dict)  # the first image of each of these
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path | None = None) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.core.bounded import TextError
-from lora_trainer.core.findings import Severity
+from lora_trainer.core.findings import Severity, counted
 from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
@@ -24,16 +26,34 @@ def key_of(path: str) -> str:
     return os.path.normpath(path.replace("\\", "/")).replace("\\", "/")
 
 
+def possible_places(name: str) -> Iterator[str]:
+    """The path that a table has, then an absolute one without its first folders, which may be those of another computer:
+    `C:\\data\\cats\\a.png` may be `cats/a.png`, or `a.png`."""
+    parts = name.replace("\\", "/").split("/")
+    yield "/".join(parts)
+    if parts[0] == "" or re.fullmatch("[A-Za-z]:", parts[0]):
+        for first in range(1, len(parts)):
+            yield "/".join(parts[first:])
+
+
 class FilesBelow:
     """The files below a folder, of which only the folders on the way to a name that is not there letter by letter are listed."""
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.normpath(root))
         self._names: dict[Path, NamedImages[str]] = {}
+        self.moved = 0  # files found below the folder by an absolute path of somewhere else
 
     def find(self, folder: Path, name: str) -> Path:
         """The file that a table in `folder` names; where there is none, the only one whose name differs little."""
-        path = Path(os.path.normpath(os.path.join(folder, name.replace("\\", "/"))))
+        places = [Path(os.path.normpath(os.path.join(folder, place))) for place in possible_places(name)]
+        for path in map(self._nearest, places):
+            if os.path.lexists(path):
+                self.moved += len(places) > 1 and path != places[0]
+                return path
+        return places[0]
+
+    def _nearest(self, path: Path) -> Path:
         if os.path.lexists(path) or not path.is_relative_to(self._root):
             return path
         place = self._root
@@ -57,17 +77,28 @@ def read_metadata(
     table = table_or_finding(path, reading, columns)
     if table is None:
         return {}
-    found, absent = list[tuple[SourceRow, int, Sequence[str]]](), list[str]()
+    found, absent, moved = list[tuple[SourceRow, int, Sequence[str]]](), list[str](), 0
     for row in table.rows:
-        nearness, keys = images.find(key_of(os.path.join(path.parent, row.name.replace("\\", "/"))))
+        for number, place in enumerate(possible_places(row.name)):
+            nearness, keys = images.find(key_of(os.path.join(path.parent, place)))
+            if keys:
+                moved += number > 0
+                break
         if keys:
             found.append((row, nearness, keys))
         else:
             absent.append(row.name)
+    note_moved(path, moved, reading)
     if absent:
         message = f"names {len(absent)} images that are not there (first: {absent[0]})."
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     return _rows_by_image(found, path, reading)
+
+
+def note_moved(path: Path, count: int, reading: SourceReading) -> None:
+    if count:
+        images = "1 image by an absolute path that is" if count == 1 else f"{count} images by absolute paths that are"
+        reading.note(f"{path}: names {images} not there; what has the end of the path below its folder is used.")
 
 
 def _rows_by_image(
@@ -118,12 +149,30 @@ def table_or_finding(path: Path, reading: SourceReading, columns: TableColumns) 
             f"{count} captions have commas without quotes (first: line {first}); the whole rest of the line is used."
         )
         reading.note(f"{path}: {message}")
-    find_no_captions(path, table.others, columns, reading)
-    return table
+    find_columns(path, table.filled, table.others, columns, reading)
+    if not table.others:
+        return table
+    hint = hint_of_columns(path.name, table.others)
+    return replace(table, rows=tuple(replace(row, hint=hint) for row in table.rows))
 
 
-def find_no_captions(path: Path, others: Sequence[str], columns: TableColumns, reading: SourceReading) -> None:
-    """A finding for a table without a column of captions; `others` are the columns that it has in place of one."""
+def hint_of_columns(name: str, others: Sequence[str]) -> str:
+    """Where the captions of images may be whose table or JSON has none in the usual columns."""
+    return f"{name} has {', '.join(others)}: captions.column names the one that holds captions." if others else ""
+
+
+def find_columns(
+    path: Path,
+    filled: Mapping[tuple[str, ...], int],
+    others: Sequence[str],
+    columns: TableColumns,
+    reading: SourceReading,
+) -> None:
+    """A finding for a table with several columns of captions, or with none. `filled` counts the columns of captions that
+    rows fill together; `others` are the columns in place of one."""
+    if uses := mixed_columns(filled):
+        fix = "To use one column of captions alone, name it with captions.column."
+        reading.find("mixed_columns", "note", f"has captions in several columns: {uses}.", fix, path)
     if not others:
         return
     message = f"has no captions, which are in a column {' or '.join(columns.captions)}; it has {', '.join(others)}."
@@ -131,6 +180,18 @@ def find_no_captions(path: Path, others: Sequence[str], columns: TableColumns, r
     # The usual columns may be missing on purpose: captions may lie beside the images.
     severity: Severity = "note" if columns.caption is None else "error"
     reading.find("no_caption_column", severity, message, fix, path)
+
+
+def mixed_columns(filled: Mapping[tuple[str, ...], int]) -> str:
+    """`text is used 3 times (caption beside it is not), tags 2 times`; empty where there is one column of captions."""
+    used, unused = Counter[str](), Counter[str]()
+    for names, count in filled.items():
+        used.update(dict.fromkeys(names[:1], count))
+        unused.update(dict.fromkeys(names[1:], count))
+    if len(used | unused) < 2:
+        return ""
+    parts = [f"{name} is used {counted(count, 'time')}" for name, count in used.items()]
+    return ", ".join(parts + [f"{name} is not used {counted(count, 'time')}" for name, count in unused.items()])
 
 
 def with_captions_file(
@@ -181,6 +242,7 @@ def _with_row(found: FoundImage, row: SourceRow | None, folder: Path, files: Fil
         caption_file=found.caption_file if row.text is None else "",
         weight=found.weight if row.weight is None else row.weight,
         controls=controls_in(folder, row.controls, files) or found.controls,
+        hint=found.hint or row.hint,
     )
 
 

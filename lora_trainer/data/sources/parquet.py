@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,17 @@ from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, writ
 from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
-from lora_trainer.data.sources.metadata import find_no_captions
-from lora_trainer.data.sources.rows import TableColumns, is_caption, other_columns, rows_of_parquet, text_of
+from lora_trainer.data.sources.metadata import find_columns, hint_of_columns
+from lora_trainer.data.sources.rows import (
+    TableColumns,
+    by_column,
+    column_name,
+    filled_columns,
+    is_caption,
+    other_columns,
+    rows_of_parquet,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -49,7 +59,8 @@ def image_column(path: Path) -> str | None:
 
     with ParquetFile(path) as file:
         kinds = {field.name: str(field.type) for field in file.schema_arrow}
-    return next((name for name in IMAGE_COLUMNS if "binary" in kinds.get(name, "")), None)
+    binary = {column_name(name): name for name, kind in kinds.items() if "binary" in kind}
+    return next((binary[name] for name in IMAGE_COLUMNS if name in binary), None)
 
 
 def read_parquet(path: Path, column: str, request: SourceRequest, reading: SourceReading) -> list[FoundImage]:
@@ -68,8 +79,9 @@ def read_parquet(path: Path, column: str, request: SourceRequest, reading: Sourc
     except TextError as error:
         reading.problem(f"{path} {error}.", "Make it again with captions as text.")
         return []
-    found = []
-    for number, (image, row) in enumerate(zip(images, rows, strict=True)):
+    found, filled, hint = [], Counter[tuple[str, ...]](), hint_of_columns(path.name, others)
+    for number, (image, written) in enumerate(zip(images, rows, strict=True)):
+        row = by_column(written)
         if image is None:
             message = f"has no image in row {number + 1}."
             reading.find("absent_image", "warning", message, "Remove the row.", path / f"{number:06}")
@@ -77,8 +89,9 @@ def read_parquet(path: Path, column: str, request: SourceRequest, reading: Sourc
         text = text_of(row, request.columns)
         span = Span(blob, image.offset, image.size)
         caption = text if is_caption(text) else None
-        found.append(FoundImage(path / image.name, caption, request.repeats(), row.get("weight"), span))
-    find_no_captions(path, others, request.columns, reading)
+        filled[filled_columns(row, request.columns)] += 1
+        found.append(FoundImage(path / image.name, caption, request.repeats(), row.get("weight"), span, hint=hint))
+    find_columns(path, filled, others, request.columns, reading)
     reading.note(f"{path}: {len(found)} images, {blob.stat().st_size / 1e6:.0f} MB, are laid out in {folder}.")
     return found
 
@@ -249,8 +262,8 @@ def _texts(path: Path, columns: TableColumns) -> tuple[list[dict[str, Any]], tup
         texts = [
             field.name for field in file.schema_arrow if "string" in (kind := str(field.type)) and "struct" not in kind
         ]
-        captions = [name for name in columns.captions if name in texts]
-        wanted = captions + [name for name in ("weight",) if name in file.schema_arrow.names]
+        captions = [name for name in texts if column_name(name) in columns.captions]
+        wanted = captions + [name for name in file.schema_arrow.names if column_name(name) == "weight"]
         others = () if captions else other_columns(texts, columns)
         if not wanted:
             return [{} for _ in range(file.metadata.num_rows)], others

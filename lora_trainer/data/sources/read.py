@@ -15,7 +15,7 @@ from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceReq
 from lora_trainer.data.sources.layout import find_splits
 from lora_trainer.data.sources.listing import Listing, list_folder, names_in
 from lora_trainer.data.sources.masks import masks_folder, with_masks
-from lora_trainer.data.sources.metadata import METADATA_NAMES, with_captions_file
+from lora_trainer.data.sources.metadata import METADATA_NAMES, mixed_columns, with_captions_file
 from lora_trainer.data.sources.names import OWN_FILES, SHARDS, TABLES, ending_of, folded, is_image, stem_of
 from lora_trainer.data.sources.places import common_root, control_place
 from lora_trainer.data.sources.remote import read_remote
@@ -28,6 +28,8 @@ def read_source(places: Sequence[Path], request: SourceRequest, reading: SourceR
     before = len(reading.problems)
     reading.unread.clear()
     reading.without_caption.clear()
+    reading.filled.clear()
+    reading.first_filled.clear()
     found = [each for place in places for each in _read_place(place, request, reading)]
     if not found:
         if places and len(reading.problems) == before:
@@ -64,6 +66,10 @@ def _note_unread(request: SourceRequest, reading: SourceReading) -> None:
         total = reading.unread.total()
         are = "file is" if total == 1 else "files are"
         reading.note(f"{request.shown_path}: {total} {are} not read: {kinds}.")
+    if uses := mixed_columns(reading.filled):
+        message = f"is one of the images with captions in several keys of their JSON: {uses}."
+        fix = "To use one key of them alone, name it with captions.column."
+        reading.find("mixed_columns", "note", message, fix, next(iter(reading.first_filled.values())))
     if reading.without_caption:
         count, first = len(reading.without_caption), reading.without_caption[0]
         columns = ", ".join(request.columns.captions)

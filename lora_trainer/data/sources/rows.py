@@ -8,8 +8,11 @@ import csv
 import io
 import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -23,9 +26,8 @@ NAME_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "path")
 MOST_GROUP_BYTES = 1 << 28
 MOST_ROWS = 1 << 14  # of Parquet, in memory at once
 TEXT_COLUMNS = ("text", "caption", "prompt", "tags")
-
-
 MOST_COLUMNS_NAMED = 12
+SEPARATOR_LINE = re.compile(r"\"?sep=(.)\"?", re.IGNORECASE)  # Excel's first line of a CSV
 
 Caption: TypeAlias = str | tuple[str, ...]  # a text, or several to choose from
 
@@ -39,7 +41,7 @@ class TableColumns:
 
     @property
     def captions(self) -> tuple[str, ...]:
-        return TEXT_COLUMNS if self.caption is None else (self.caption,)
+        return TEXT_COLUMNS if self.caption is None else (column_name(self.caption),)
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ class SourceRow:
     text: Caption | None = None
     weight: object = None
     controls: tuple[str, ...] = ()
+    hint: str = ""  # where its caption may be
 
 
 @dataclass(frozen=True)
 class Table:
     """The rows of one file. `bad` holds what could not be read, counted from 1, of `total` lines or rows. Where it has no
     column of captions, `others` are the columns that nothing is read from. Of lines with more cells than there are columns,
-    those of `joined` are used, with the rest as part of their captions, and those of `overfull` are not."""
+    those of `joined` are used, with the rest as part of their captions, and those of `overfull` are not. `filled` counts
+    the columns of captions that rows fill together: the first of them is used."""
 
     rows: tuple[SourceRow, ...]
     bad: tuple[int, ...]
@@ -65,15 +69,20 @@ class Table:
     others: tuple[str, ...] = ()
     joined: tuple[int, ...] = ()
     overfull: tuple[int, ...] = ()
+    filled: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a JSON beside an image says of it; without a caption, `columns` are the keys that nothing is read from."""
+    """What a JSON beside an image says of it; without a caption, `columns` are the keys that nothing is read from. `filled`
+    are its keys of captions, of which the first is used, and `groups` those inside of one that is no text: e621's
+    `{"general": [...], "species": [...]}`."""
 
     caption: Caption | None = None
     weight: object = None
     columns: tuple[str, ...] = ()
+    filled: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 def read_table(path: Path, columns: TableColumns) -> Table:
@@ -88,10 +97,12 @@ def description_of(data: bytes, columns: TableColumns) -> Description:
         return Description(text)
     if not isinstance(value, Mapping):
         raise TextError("is JSON, but neither an object nor a caption")
+    value = by_column(value)
     text = text_of(value, columns)
     if is_caption(text):
-        return Description(text, value.get("weight"))
-    return Description(None, value.get("weight"), other_columns(value, columns))
+        return Description(text, value.get("weight"), filled=filled_columns(value, columns))
+    groups = tuple(text) if isinstance(text, Mapping) else ()
+    return Description(None, value.get("weight"), other_columns(value, columns), groups=groups)
 
 
 def _parsed(text: str) -> Any:
@@ -101,18 +112,33 @@ def _parsed(text: str) -> Any:
         raise TextError(f"is not JSON ({str(error).split(chr(10))[0]})") from error
 
 
-def row_of(value: object, columns: TableColumns) -> SourceRow | None:
+def row_of(value: Mapping[str, Any], columns: TableColumns) -> SourceRow | None:
     """A row of named columns; None when it names no file or its caption is no text."""
-    if not isinstance(value, Mapping):
-        return None
     name = next((value[key] for key in NAME_COLUMNS if isinstance(value.get(key), str) and value[key]), None)
     text, weight = text_of(value, columns), value.get("weight")
     if name is None or not (text is None or is_caption(text)):
         return None
     files = itertools.takewhile(
-        lambda file: isinstance(file, str) and file, (value.get(key) for key in columns.controls)
+        lambda file: isinstance(file, str) and file, (value.get(column_name(key)) for key in columns.controls)
     )
     return SourceRow(name, text, None if weight == "" else weight, tuple(map(str, files)))
+
+
+@lru_cache(maxsize=256)
+def column_name(name: str) -> str:
+    """A column's name as it is compared: `File Name` is `file_name`."""
+    return name.strip("\ufeff \t").lower().replace(" ", "_")
+
+
+def by_column(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row by the names that columns are compared by; one that is written so counts before `Text` and `TEXT`."""
+    plain = {column_name(key): value for key, value in row.items()}
+    return plain | {key: row[key] for key in plain if key in row}
+
+
+def filled_columns(value: Mapping[str, Any], columns: TableColumns) -> tuple[str, ...]:
+    """The columns of captions in which a row has something."""
+    return tuple(key for key in columns.captions if value.get(key))
 
 
 def text_of(value: Mapping[str, Any], columns: TableColumns) -> object:
@@ -134,28 +160,38 @@ def is_caption(text: object) -> TypeGuard[Caption]:
 
 def other_columns(keys: Iterable[object], columns: TableColumns) -> tuple[str, ...]:
     """The columns that nothing is read from."""
-    read = {*NAME_COLUMNS, *columns.captions, *columns.controls, "weight"}
-    return tuple(str(key) for key in keys if isinstance(key, str) and key not in read)[:MOST_COLUMNS_NAMED]
+    read = {*NAME_COLUMNS, *columns.captions, *map(column_name, columns.controls), "weight"}
+    return tuple(key for key in keys if isinstance(key, str) and column_name(key) not in read)[:MOST_COLUMNS_NAMED]
 
 
 def _table(values: Iterable[tuple[int, object]], columns: TableColumns, names: Iterable[object] = ()) -> Table:
     """The table of numbered rows; `names` are those of all its columns, else those of its first row."""
     rows, bad, total = list[SourceRow](), list[int](), 0
+    filled = Counter[tuple[str, ...]]()
     for total, value in values:
-        row = value if isinstance(value, SourceRow) else row_of(value, columns)
+        named = by_column(value) if isinstance(value, Mapping) else {}
+        row = value if isinstance(value, SourceRow) else row_of(named, columns)
         if row is None:
             bad.append(total)
             continue
         rows.append(row)
-        if not names and isinstance(value, Mapping):
-            names = value.keys()
+        if isinstance(value, Mapping):
+            filled[filled_columns(named, columns)] += 1
+            names = names or value.keys()
     has_captions = any(row.text is not None for row in rows)
-    return Table(tuple(rows), tuple(bad), total, () if has_captions else other_columns(names, columns))
+    others = () if has_captions else other_columns(names, columns)
+    return Table(tuple(rows), tuple(bad), total, others, filled=filled)
+
+
+def _text(path: Path) -> str:
+    """A table's text. Old Macs, and Excel's `CSV (Macintosh)`, end lines by a carriage return alone."""
+    text = read_text(path, MOST_TABLE_BYTES)
+    return text if "\n" in text else text.replace("\r", "\n")
 
 
 def _lines(path: Path) -> list[str]:
     """Split at line ends only: captions may hold what else Unicode calls a line's end."""
-    return read_text(path, MOST_TABLE_BYTES).rstrip("\r\n").split("\n")
+    return _text(path).rstrip("\r\n").split("\n")
 
 
 def read_jsonl(path: Path, columns: TableColumns) -> Table:
@@ -188,6 +224,7 @@ def _named(name: str, value: object, columns: TableColumns) -> SourceRow | None:
         return SourceRow(name, value)
     if not isinstance(value, Mapping):
         return None
+    value = by_column(value)
     row = row_of({**value, "file_name": name}, columns)
     caption, tags = value.get("caption"), _joined("tags", value.get("tags"))
     if row is None or columns.caption is not None or not (isinstance(caption, str) and isinstance(tags, str)):
@@ -197,19 +234,24 @@ def _named(name: str, value: object, columns: TableColumns) -> SourceRow | None:
 
 def read_csv(path: Path, columns: TableColumns) -> Table:
     """Columns by their names in the first line; commas, semicolons or tabs, whichever that line has most of."""
-    text = read_text(path, MOST_TABLE_BYTES)
-    first = text.split("\n", 1)[0]
-    delimiter = max(",;\t", key=first.count)
+    text = _text(path)
+    first, _, rest = text.partition("\n")
+    named = SEPARATOR_LINE.fullmatch(first.rstrip("\r"))
+    if named:
+        text, first = rest, rest.partition("\n")[0]
+    delimiter = named[1] if named else max(",;\t", key=first.count)
     joined, overfull = list[int](), list[int]()
     try:
         lines = _csv_rows(text, delimiter)
-        names = [name.strip() for name in next(lines, (0, []))[1]]
+        written = [name.strip() for name in next(lines, (0, []))[1]]
+        names = [column_name(name) for name in written]
         if not set(NAME_COLUMNS) & set(names):
             raise TextError(f"has no column file_name in its first line ({first.strip()[:80]})")
         # What is behind a comma without quotes belongs to the caption, unless it may be of another column.
         ends_in_caption = [name for name in names if name in columns.captions] == names[-1:]
         rows = list[tuple[int, object]]()
         for number, cells in lines:
+            number += bool(named)
             if len(cells) > len(names):
                 if not ends_in_caption:
                     overfull.append(number)
@@ -223,7 +265,7 @@ def read_csv(path: Path, columns: TableColumns) -> Table:
             rows.append((number, row))
     except csv.Error as error:
         raise TextError(f"is not CSV ({error})") from error
-    return replace(_table(rows, columns, names), joined=tuple(joined), overfull=tuple(overfull))
+    return replace(_table(rows, columns, written), joined=tuple(joined), overfull=tuple(overfull))
 
 
 def _csv_rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -260,7 +302,7 @@ def read_parquet(path: Path, columns: TableColumns) -> Table:
         with ParquetFile(path) as file:
             names = file.schema_arrow.names
             wanted = [field.name for field in file.schema_arrow if _is_wanted(field.name, str(field.type), columns)]
-            if not set(wanted) & set(NAME_COLUMNS):
+            if not set(map(column_name, wanted)) & set(NAME_COLUMNS):
                 raise TextError(f"has no column file_name (its columns: {', '.join(names)[:80]})")
             return _table(enumerate(rows_of_parquet(file, wanted), start=1), columns, names)
     except (OSError, ValueError, ArrowException) as error:
@@ -289,9 +331,9 @@ def rows_of_parquet(file: ParquetFile, columns: list[str]) -> Iterator[dict[str,
 
 def _is_wanted(name: str, kind: str, columns: TableColumns) -> bool:
     """Whether a Parquet column is one of ours; embedded images are read elsewhere."""
-    return name == "weight" or (
-        name in (*NAME_COLUMNS, *columns.captions, *columns.controls) and "string" in kind and "struct" not in kind
-    )
+    plain = column_name(name)
+    wanted = (*NAME_COLUMNS, *columns.captions, *map(column_name, columns.controls))
+    return plain == "weight" or (plain in wanted and "string" in kind and "struct" not in kind)
 
 
 def read_lines(path: Path, columns: TableColumns) -> Table:

@@ -51,6 +51,7 @@ from lora_trainer.run.inputs import (
     arithmetic,
     caption_rules,
     class_image_side,
+    largest_of,
     list_data,
     named_controls,
     read_architecture,
@@ -203,11 +204,14 @@ def make_plan(
     config = resolved.config
     family, architecture = architecture_of(config, families)
     limits = [limit for limit in (config.memory.limit_gib, gpu_gib) if limit is not None]
+    train, validation = planned_data(config, architecture.facts) if data is None else data
     demand = make_demand(resolved, family, architecture, min(limits, default=None))
+    if train:
+        largest = largest_of(config, train, plan_views(train, trained_framings(config, architecture.facts)), 1)
+        demand = replace(demand, samples=largest.samples, in_bucket=largest.in_bucket)
     if here:
         demand = storable_here(demand)
     fit = choose_fit(demand)
-    train, validation = planned_data(config, architecture.facts) if data is None else data
     counted = arithmetic(config, train, fit.micro, 1) if train else None
     steps = counted.total if counted else config.train.max_steps
     cached = cache_bytes(config, family, architecture, train, validation)

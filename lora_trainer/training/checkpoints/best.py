@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
@@ -30,7 +31,7 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
         raise TrainingFailed(
             Problem(
                 f"The best weights of step {step} could not be written ({error}).",
-                f"{resume_hint(folder)} Free some room.",
+                f"{resume_hint(folder)} {what_helps(error)}.",
             )
         ) from error
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import flush_file, flush_folder, rename_over
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
@@ -119,7 +120,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         raise TrainingFailed(
             Problem(
                 f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).",
-                f"{resume_hint(folder)} Free some room.",
+                f"{resume_hint(folder)} {what_helps(error)}.",
             )
         ) from error
 

@@ -45,7 +45,8 @@ export function SettingField({ setting, now, chosen, isChosen, problems, onChang
   const meant = (found, given) => (found.problem ? given : found.value);
   const isTyped = JSON.stringify(meant(own, text)) === JSON.stringify(chosen); // else it came from elsewhere since, as from an import
   const wrong = isChosen && isTyped ? own.problem : undefined;
-  const about = [setting.description, limitsOf(setting)].filter(Boolean).join("; ").replaceAll("`", "");
+  const needs = setting.needs && `acts with ${setting.needs}`;
+  const about = [setting.description, needs, limitsOf(setting)].filter(Boolean).join("; ").replaceAll("`", "");
   const all = wrong ? [{ message: wrong, fix: "" }] : problems;
   const type = (given) => {
     setText(given);
