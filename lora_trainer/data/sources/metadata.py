@@ -124,6 +124,7 @@ def table_or_finding(path: Path, reading: SourceReading, columns: TableColumns) 
 
 def find_no_captions(path: Path, others: Sequence[str], columns: TableColumns, reading: SourceReading) -> None:
     """A finding for a table without a column of captions; `others` are the columns that it has in place of one."""
+    reading.tables += 1
     if not others:
         return
     message = f"has no captions, which are in a column {' or '.join(columns.captions)}; it has {', '.join(others)}."
