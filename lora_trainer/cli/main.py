@@ -242,12 +242,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action is None:
         if explained(arguments, resolved):
             return DONE
-        from lora_trainer.run.order import make_order
-        from lora_trainer.run.train import cache, train
+        from lora_trainer.run.train import cache
 
-        if arguments.dry_run:
-            return train(make_order(resolved), dry_run=True).exit_code
-        cache(resolved)
+        cache(resolved, dry_run=arguments.dry_run)
         return DONE
     from lora_trainer.cli.cache import prune_command, status_command
 

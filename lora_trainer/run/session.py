@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,7 +27,11 @@ from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_t
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
+from lora_trainer.run.messages import refuse_without_validation
 from lora_trainer.run.order import Order
+from lora_trainer.run.start import find_start, fixed_settings
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint
+from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
@@ -85,8 +90,25 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     if is_one and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)
+
+
+def checked_start(
+    order: Order, inputs: Inputs, choices: Choices, steps: StepArithmetic
+) -> tuple[dict[str, Any], Checkpoint | None]:
+    """The settings that a run's checkpoints depend on, and the one to resume from. For a session and a dry run.
+
+    Raises UsageError for all that needs no model in memory. Without the model's weights, as in a dry run, nothing is resumed.
+    """
+    refuse_unsuited(order.config, choices, steps.total)
+    check_lora_files(order.config, inputs.family, inputs.facts)
+    refuse_without_validation(order.config, inputs)
+    if not inputs.facts.whole:
+        return {}, None
+    settings = fixed_settings(order.config, inputs, choices)
+    if not order.resume:
+        return settings, None
+    return settings, find_start(order.folder, settings, order.console, order.config)
 
 
 def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
