@@ -18,7 +18,7 @@ from lora_trainer.run.choices import Choices, choose, gpu_gib, processes_on_thei
 from lora_trainer.run.differences import changes
 from lora_trainer.run.generation import with_finished_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, own_architecture
-from lora_trainer.run.messages import model_lines, show_captions, show_views
+from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.plans.view import show_plan as show_memory
@@ -53,6 +53,8 @@ def show_plan(order: Order, inputs: Inputs) -> RunPlan:
     console.print(inputs.split_line)
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")
+    for line in length_lines(resolved, steps):
+        console.print(line)
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
     console.print(f"caches in {cache_folder(config)}:")
     caches = None

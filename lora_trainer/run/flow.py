@@ -54,13 +54,14 @@ from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
+from lora_trainer.run.changed_data import write_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
 from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
-from lora_trainer.run.messages import model_lines, show_captions, show_views
+from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
@@ -140,6 +141,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
         keep = partial(write_text, file, text)
         current().keep(file.name, keep)
         write_with_retry(file.name, order.folder, keep, len(text))
+        write_images(order.folder, inputs.manifest.samples)
     record = with_preparation(record, session, run)
     if session.processes.is_main:  # a run that fails from here on has its hardware in the record
         write_record(order.folder, record)
@@ -199,6 +201,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     for line in (
         inputs.split_line,
         f"steps: {session.steps.line}",
+        *length_lines(session.order.resolved, session.steps),
         *model_lines(session.order.resolved, inputs),
         *session.choices.lines,
         *(() if config.checkpoint.save_state else (WITHOUT_STATE,)),

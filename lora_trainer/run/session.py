@@ -14,6 +14,7 @@ from rich.console import Console
 from lora_trainer.config.schema import Config, TrainSection
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus
 from lora_trainer.core.launch import cpu_requested
 from lora_trainer.data.caches.upkeep import keep_limit
@@ -75,6 +76,16 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     choices = choose(order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
     if choices.second_gpu and (crowded := cap_memory(order.config, torch.device(choices.second_gpu.value))):
         order.console.print(f"{choices.second_gpu.value}: {crowded}")
+    if processes.world > 1:
+        effective = order.config.train.effective_batch_size
+        order.console.print(
+            f"processes: {processes.world}, which share the {counted(effective, 'sample')} of each step"
+        )
+        if (idle_processes := processes.world - effective) > 0:
+            order.console.print(
+                f"warning: {idle_processes} of {processes.world} processes never get a sample: set"
+                f" train.effective_batch_size={processes.world} or a multiple, or start {counted(effective, 'process')}"
+            )
     threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
     if processes.device.type == "cpu":
         order.console.print(f"threads: {threads.count} ({threads.reason})")
@@ -108,7 +119,7 @@ def checked_start(
     settings = fixed_settings(order.config, inputs, choices)
     if not order.resume:
         return settings, None
-    return settings, find_start(order.folder, settings, order.console, order.config)
+    return settings, find_start(order.folder, settings, order.console, order.config, inputs.manifest.samples)
 
 
 def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:

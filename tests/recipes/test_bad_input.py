@@ -235,6 +235,14 @@ def test_a_dry_run_of_a_resumed_run_refuses_what_cannot_be_changed(finished: Ben
     assert contents(tmp_path) == before
 
 
+def test_a_resumed_run_names_the_data_that_has_changed(finished: Bench, tmp_path: Path, capsys) -> None:
+    own = replace(finished, data=tmp_path / "images")
+    shutil.copytree(finished.data, own.data)
+    (own.data / "image_3.txt").write_text("another caption", encoding="utf-8")
+    assert own.run("first", "--resume", "--dry-run", steps=8) == 2
+    assert "image_3.png (caption)" in capsys.readouterr().err
+
+
 def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):
     data = draw_images(tmp_path / "bare")
     (data / "image_0.txt").unlink()
