@@ -34,12 +34,12 @@ from lora_trainer.batch.summary import job_failures, largest_code, write_summary
 from lora_trainer.batch.worker import SAFE, Adapt, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import DONE, INTERRUPTED, Problem, UsageError, UserError
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
-from lora_trainer.report.failures import failure_lines
+from lora_trainer.report.failures import ENDED, failure_lines
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.ending_command import show_commands
@@ -89,7 +89,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     """The same, where the jobs and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
     jobs = [make_job(order.shared, name, folder) for name, folder in folders.items()]
     earlier = store_of(order.output).read_jobs() if holds_batch(order.output) else []
-    ended = {job.name for job in earlier if job.status in ("done", "refused", "unresolved")}
+    ended = {job.name for job in earlier if job.status in ENDED and job.exit_code != DATASET_REFUSED}
     store = enlist(order, jobs)
     chosen, listed = executor(order.executor), store.read_jobs()
     left = sum(job.status == "waiting" for job in listed)

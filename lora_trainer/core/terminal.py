@@ -56,7 +56,7 @@ class _LastingOutput(io.FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             # None: a full pipe that does not wait for its reader, as some programs leave it.
-            while (written := super().write(data)) is None:  # type: ignore[redundant-expr]
+            while (written := super().write(data)) is None:
                 select.select((), (self,), ())
         except OSError as error:
             if not self._is_terminal:

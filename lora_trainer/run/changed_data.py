@@ -49,10 +49,13 @@ def changed_images(folder: Path, samples: Sequence[Sample]) -> str:
         return ""
     known, found = {row[2] for row in before.values()}, list[str]()
     now = {name: (content, caption, whole) for name, content, caption, whole in rows_of(samples)}
+    kept = {row[2] for row in now.values()}
+    # By file names: the folder may be another one now.
+    gone = {Path(name).name: row for name, row in before.items() if row[2] not in kept and name not in now}
     for name, row in now.items():
         if row[2] in known:  # wherever it is now
             continue
-        old = before.get(name)
+        old = before.get(name) or gone.pop(Path(name).name, None)
         if old is None:
             what = "new"
         elif old[0] != row[0]:
@@ -60,7 +63,6 @@ def changed_images(folder: Path, samples: Sequence[Sample]) -> str:
         else:
             what = "caption" if old[1] != row[1] else OTHER
         found.append(f"{Path(name).name} ({what})")
-    kept = {row[2] for row in now.values()}
-    found += [f"{Path(name).name} (gone)" for name, row in before.items() if row[2] not in kept and name not in now]
+    found += [f"{name} (gone)" for name in gone]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more
