@@ -587,8 +587,8 @@ def idle_lengths(settings: Settings, notes: list[str]) -> list[Problem]:
     run's own config.toml has those of its presets."""
     problems = list[Problem]()
     cause = next((name for name in ("train.max_steps", "train.max_epochs") if settings[name] is not None), None)
-    for name in ("train.total_repeats", "train.step_ceiling") if cause is not None else ():
-        if settings[name] == settings.default(name):
+    for name in ("train.total_repeats", "train.step_ceiling"):
+        if cause is None or settings[name] == settings.default(name):
             continue
         message = f"{settings.shown(name)} does nothing: {cause} sets how long the run is"
         if BELOW_FLAGS.fullmatch(settings.origin[name]):
