@@ -166,9 +166,8 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
         section, key = ("model", "training_adapter") if name == TRAINING_ADAPTER else ("lora", "network_weights")
         here = getattr(getattr(with_absolute_paths(config), section), key)
         there = earlier_section(folder, section).get(key)
-        if here != there:
-            return Problem(f"{section}.{key} was {shown(there)} and is now {shown(here)}.", fix)
-        return Problem(f"The content of {here} ({section}.{key}) differs from that at the start of the run.", fix)
+        what = f"the content of {here} has changed" if here == there else f"{shown(there)} → {shown(here)}"
+        return Problem(f"The {name} ({section}.{key}) differs from the one at the start of the run: {what}.", fix)
     if name == SWA:
         message = f"The first step of SWA was {shown(old)} and is now {shown(new)} (train.swa_start)."
         return Problem(message, f"Set train.swa_start={shown(old)}, or start a new --name.")

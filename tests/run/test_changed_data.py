@@ -54,4 +54,5 @@ def test_a_lora_to_start_from_is_named(tmp_path: Path) -> None:
         config = Config.model_validate({"lora": {"network_weights": str(tmp_path / f"{name}.safetensors")}})
         message = differing(STARTED_FROM, "0", "1", tmp_path, config).message
         assert str(tmp_path / f"{name}.safetensors") in message
-        assert (f'{tmp_path / "a.safetensors"}" and is now' in message) == there
+        assert ("→" in message) == there
+        assert str(tmp_path / "a.safetensors") in message
