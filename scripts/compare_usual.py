@@ -63,7 +63,6 @@ TUNING_SEED = 1
 STEPS, TUNING_STEPS = 880, 300  # of the compared runs unless set, and of those that tune
 EVERY = 55  # steps from one validation to the next
 BATCH = 2
-ENOUGH = 200  # repeats of an image, of 1,800 steps: max_steps ends a run
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")  # what diffusers' script trains
 OURS, HALF, USUAL, USUAL_ATTENTION = "ours", "ours, half the steps", "usual, our modules", "usual, attention"
 RATES = (5e-4, 1.5e-3, 3e-3)
@@ -119,7 +118,7 @@ class Clock:
 def prepared(arm: Arm, folder: Path) -> Run:
     """A run of the trainer with the built-in preset: its data, validation images and base are everyone's."""
     values: dict[str, Any] = {
-        "train": {"seed": arm.seed, "max_steps": arm.steps, "total_repeats": ENOUGH, "effective_batch_size": BATCH},
+        "train": {"seed": arm.seed, "max_steps": arm.steps, "effective_batch_size": BATCH},
         "validation": {"every_n_steps": EVERY, "split": 0.25, "split_seed": arm.seed, "agreement": False},
         "sample": {"every_n_steps": 0},
         "hardware": {"threads": 1},

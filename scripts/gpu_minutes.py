@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import time
@@ -93,6 +94,7 @@ def measure(tasks: Sequence[Task], folder: Path, end: float, *, rehearse: bool) 
     if not missing:
         print(f"Everything is measured: {folder / RESULTS}")
         return DONE
+    was_there = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl+C: processes are ended below
     # A busy CPU computes tiny models sooner in one thread.
@@ -102,6 +104,8 @@ def measure(tasks: Sequence[Task], folder: Path, end: float, *, rehearse: bool) 
         facts = workers.facts(missing[0].part, end - time.monotonic())
         if problem := problem_with(facts, results):
             print(f"error: {problem}", file=sys.stderr)
+            if facts is not None and not was_there:  # else the log says why
+                shutil.rmtree(folder, ignore_errors=True)
             return WRONG_USAGE
         assert facts is not None
         print(f"{facts['device']}: libraries loaded in {facts['import_seconds']:.1f} s", flush=True)
@@ -124,6 +128,7 @@ def measure(tasks: Sequence[Task], folder: Path, end: float, *, rehearse: bool) 
     text = summary(lines, late)
     (folder / SUMMARY).write_text(text, encoding="utf-8")
     print(text.partition("\n\n")[0])  # what was left out, and why
+    print(f"results: {folder / SUMMARY}, {folder / RESULTS}")
     worse = [] if rehearse else regressed(ROOT, lines)
     for problem in worse:
         print(problem)

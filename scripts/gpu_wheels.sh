@@ -29,6 +29,9 @@ httpx2 httpcore2 truststore huggingface-hub peft diffusers
 # Not xformers: its kernels are built for one version of torch and CUDA, and 0.0.35 does not load beside 2.11 with CUDA 13.
 optional="bitsandbytes pytorch-optimizer transformers gguf tokenizers"
 
+# Those that the version of bitsandbytes in constraints.txt has a library for.
+cudas="118 121 124 126 128 130 132"
+
 # glibc of the builds that are accepted: pip compares it exactly.
 platforms=(--platform manylinux1_x86_64 --platform manylinux2014_x86_64)
 for glibc in 17 24 27 28 31 34; do
@@ -67,8 +70,8 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[[ $python =~ ^3\.[0-9]+$ ]] || refuse "--python is $python, must be two numbers like 3.12."
-[[ $cuda =~ ^[0-9]+$ ]] || refuse "--cuda is $cuda, must be a number like 130."
+[[ $python =~ ^3\.(1[1-9]|[2-9][0-9])$ ]] || refuse "--python is $python, must be 3.11 or newer, such as 3.12."
+[[ " $cudas " == *" $cuda "* ]] || refuse "--cuda is $cuda. The version of bitsandbytes has a library for: $cudas."
 [[ $limit =~ ^[0-9]+$ ]] || refuse "--limit is $limit, must be a number of MiB."
 [ -z "$has" ] || [ -f "$has" ] || refuse "--has names $has, which is not a file."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,27 @@ def test_what_the_machine_has_in_the_same_version_is_not_collected(checkout: Pat
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--python", "3"), ("--cuda", "13.0"), ("--limit", "much"), ("--limit",), ("--has", "no-such-file"), ("--lots",)],
+    [
+        ("--python", "3"),
+        ("--python", "2.7"),
+        ("--python", "3.10"),
+        ("--cuda", "13.0"),
+        ("--cuda", "99"),
+        ("--cuda", "1"),
+        ("--limit", "much"),
+        ("--limit",),
+        ("--has", "no-such-file"),
+        ("--lots",),
+    ],
 )
 def test_wrong_arguments_are_refused(arguments: tuple[str, ...], checkout: Path) -> None:
     assert wheels(checkout, *arguments, "--list") == (2, [])
+
+
+def test_every_cuda_of_bitsandbytes_is_taken(checkout: Path) -> None:
+    package = find_spec("bitsandbytes")
+    if package is None or package.origin is None:
+        pytest.skip("bitsandbytes is not installed: pip install bitsandbytes")
+    found = Path(package.origin).parent.glob("libbitsandbytes_cuda*.so")
+    for cuda in (path.stem.removeprefix("libbitsandbytes_cuda") for path in found):
+        assert wheels(checkout, "--cuda", cuda, "--list")[0] == 0, cuda

@@ -34,12 +34,12 @@ from lora_trainer.batch.summary import job_failures, largest_code, write_summary
 from lora_trainer.batch.worker import SAFE, Adapt, work
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import DONE, INTERRUPTED, Problem, UsageError, UserError
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
 from lora_trainer.core.interrupt import listening
 from lora_trainer.models import FAMILIES
-from lora_trainer.report.failures import failure_lines
+from lora_trainer.report.failures import ENDED, failure_lines
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.ending_command import show_commands
@@ -88,11 +88,18 @@ def run_batch(order: BatchOrder, console: Console) -> int:
 def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> int:
     """The same, where the jobs and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
     jobs = [make_job(order.shared, name, folder) for name, folder in folders.items()]
+    earlier = store_of(order.output).read_jobs() if holds_batch(order.output) else []
+    ended = {job.name for job in earlier if job.status in ENDED and job.exit_code != DATASET_REFUSED}
     store = enlist(order, jobs)
     chosen, listed = executor(order.executor), store.read_jobs()
     left = sum(job.status == "waiting" for job in listed)
     what = f"{len(folders)} datasets in {order.root}" if order.root else counted(len(folders), "config")
     console.print(f"batch of {what}, {left} to run; output in {order.output}")
+    if lost := [job.name for job in listed if job.status == "waiting" and job.name in ended]:
+        names = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
+        console.print(
+            f"{counted(len(lost), 'finished job')} among them, whose LoRA or run is missing or damaged: {names}"
+        )
     show_commands(order.resolved, console)
     show_settings(order, jobs, console)
     if order.options.jobs == 0:
@@ -167,7 +174,8 @@ def show_batch(order: BatchOrder, console: Console) -> int:
             resolved = job_settings(order.shared, name, folder)
             for note in resolved.notes:
                 console.print(note)
-            train(make_order(resolved, enforce_gates=True, console=console), dry_run=True)
+            order_of_job = make_order(resolved, resume=order.shared.resume, enforce_gates=True, console=console)
+            code = max(code, train(order_of_job, dry_run=True).exit_code)
         except UserError as error:
             code = max(code, error.exit_code)
             for problem in error.problems:

@@ -34,6 +34,10 @@ def report_error(error: Exception, *, debug: bool) -> int:
         fix = f"Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1. {TO_RESUME}"
         _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
+    if isinstance(error, RuntimeError) and "home directory" in str(error).lower():  # of pathlib, for a path with ~
+        fix = "Set the variable HOME, or write paths without ~ (`ui`: --root)."
+        _print_problems([Problem("This user has no home folder, which ~ in a path means.", fix)])
+        return WRONG_USAGE
     if isinstance(error, RemoteError):
         _print_problems([Problem(f"The data cannot be read: {error.strerror}.", fix_of(error))])
         return WRONG_USAGE

@@ -7,8 +7,8 @@ free of torch.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,26 +70,32 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import DONE, INTERRUPTED, WRONG_USAGE, Problem, UsageError, nearest
 from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
-from lora_trainer.core.terminal import survive_closed_terminal
+from lora_trainer.core.terminal import lost_output, outlive_readers
 from lora_trainer.core.version import __version__
 
-BROKEN_PIPE = 1  # the same as rich
+OUTPUT_LOST = 1  # of a command whose result is what it prints
+# What Windows calls a pipe whose reader is gone.
+READER_GONE = (errno.EPIPE, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Command:
-    """`run` takes the parsed arguments and a problem for each unknown one, and returns the exit code."""
+    """`run` takes the parsed arguments and a problem for each unknown one, and returns the exit code.
+
+    `only_prints`: without its output the command was in vain.
+    """
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, list[Problem]], int]
     examples: str = ""
+    only_prints: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    survive_closed_terminal()
+    outlive_readers()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A name that the console cannot show must not end a run; JSON has the same escapes.
@@ -97,13 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     quieten_libraries()
     try:
         with listening():
-            try:
-                code = _parse(arguments)()
-                sys.stdout.flush()  # here, where a closed pipe is not an error
-            except BrokenPipeError:
-                # The pipe is closed (`… | head`): write nothing at exit either.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return code_of_signal() or BROKEN_PIPE
+            code = _parse(arguments)()
+            sys.stdout.flush()
+            if code == DONE and (lost := lost_output()) is not None:
+                code = code_of_signal() or _code_without_output(arguments, lost)
         return code
     except Stopped as stopped:
         return stopped.exit_code
@@ -112,6 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last place to report an error
         return report_error(error, debug="--debug" in arguments)
+
+
+def _code_without_output(arguments: list[str], lost: OSError) -> int:
+    """The exit code of a command that was done, but whose output is not complete."""
+    if lost.errno not in READER_GONE:
+        say(f"warning: a part of the output is lost ({(lost.strerror or str(lost)).lower()})")
+    command = COMMANDS.get(arguments[0])
+    # With --json its document is the result of any command.
+    return OUTPUT_LOST if command is None or command.only_prints or "--json" in arguments else DONE
 
 
 def _parse(arguments: list[str]) -> Callable[[], int]:
@@ -234,12 +246,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     if arguments.action is None:
         if explained(arguments, resolved):
             return DONE
-        from lora_trainer.run.order import make_order
-        from lora_trainer.run.train import cache, train
+        from lora_trainer.run.train import cache
 
-        if arguments.dry_run:
-            return train(make_order(resolved), dry_run=True).exit_code
-        cache(resolved)
+        cache(resolved, dry_run=arguments.dry_run)
         return DONE
     from lora_trainer.cli.cache import prune_command, status_command
 
@@ -364,6 +373,7 @@ COMMANDS = {
         add_plan_arguments,
         plan_command,
         PLAN_EXAMPLES,
+        only_prints=True,
     ),
     "validate": Command(
         "score a LoRA file: passed, refused or unresolved, and why",
@@ -382,6 +392,7 @@ COMMANDS = {
         add_inspect_arguments,
         inspect_command,
         INSPECT_EXAMPLES,
+        only_prints=True,
     ),
     "convert": Command(
         "convert a LoRA file to another program's format, exactly",
@@ -443,6 +454,7 @@ COMMANDS = {
         add_profile_arguments,
         profile_command,
         PROFILE_EXAMPLES,
+        only_prints=True,
     ),
     "bench": Command(
         "measure training steps, data loading, memory and more",
@@ -455,6 +467,7 @@ COMMANDS = {
         add_doctor_arguments,
         doctor_command,
         DOCTOR_EXAMPLES,
+        only_prints=True,
     ),
     "caption": Command(
         "write captions or tags for images with a local model",
@@ -467,11 +480,13 @@ COMMANDS = {
         add_import_arguments,
         import_command,
         IMPORT_EXAMPLES,
+        only_prints=True,
     ),
     "presets": Command(
         "list the presets, or show their settings",
         _add_presets_arguments,
         _presets,
         "examples:\n  lora-trainer presets\n  lora-trainer presets show 12gb quality\n",
+        only_prints=True,
     ),
 }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
+from lora_trainer.core.imports import why_unusable
 
 EXAMPLES = "examples:\n  lora-trainer metrics runs\n  lora-trainer metrics runs --port 9477\n"
 PORT, HOST = 9477, "127.0.0.1"
@@ -31,8 +31,8 @@ def metrics_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     problems = [*unknown, *(Problem(f"{root} is not a folder.", "Name a folder of runs.") for root in missing)]
     if not 0 <= arguments.port <= 65535:
         problems.append(Problem(f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}."))
-    if find_spec("prometheus_client") is None:
-        problems.append(Problem("prometheus-client is not installed.", "pip install 'lora-trainer[metrics]'"))
+    if (reason := why_unusable("prometheus_client")) is not None:
+        problems.append(Problem(f"prometheus-client {reason}.", "pip install 'lora-trainer[metrics]'"))
     if problems:
         raise UsageError(problems)
     from lora_trainer.report.prometheus import find_runs, serve_metrics

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
+import os
 from pathlib import Path
 
 from lora_trainer.cli.arguments import say
 from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.imports import why_unusable
 
 EXAMPLES = """examples:
   lora-trainer ui
@@ -56,13 +57,14 @@ def ui_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     for flag, folder in (("--output", arguments.output), ("--datasets", arguments.datasets)):
         if folder.exists() and not folder.is_dir():
             problems.append(Problem(f"{folder} is not a folder.", f"Choose another {flag}."))
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        problems.append(Problem(f"{' and '.join(missing)} cannot be found.", "pip install 'lora-trainer[ui]'"))
+    if unusable := [f"{name} {reason}" for name in NEEDED if (reason := why_unusable(name)) is not None]:
+        problems.append(Problem(f"{' and '.join(unusable)}.", "pip install 'lora-trainer[ui]'"))
     if problems:
         raise UsageError(problems)
     from lora_trainer.web.serve import serve
     from lora_trainer.web.server_state import ServerOptions
 
-    roots = tuple(arguments.root or [Path.home(), Path.cwd()])
+    home = Path(os.path.expanduser("~"))  # stays "~" for a user without one
+    roots = tuple(arguments.root or [*([home] if home.is_absolute() else []), Path.cwd()])
     serve(arguments.host, arguments.port, ServerOptions(arguments.output, roots, None, arguments.datasets), say)
     return DONE

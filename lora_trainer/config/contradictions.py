@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.config.needs import how_to_use, settings_with_needs, unmet, why_idle
+from lora_trainer.config.needs import how_to_use, settings_with_needs, unmet, values_in, why_idle
 from lora_trainer.config.tables import names_for, traits_of_adapter, traits_of_optimizer
 from lora_trainer.config.toml import section_types, shown
 from lora_trainer.core.errors import Problem
@@ -171,6 +171,27 @@ def prodigy_rate(settings: Settings) -> list[Yields]:
     return [Yields(name, SUGGESTED_FACTOR, reason, "Set optimizer.learning_rate=1.0, or remove it.")]
 
 
+def adamws_rate(settings: Settings) -> list[Yields]:
+    """A default's or a preset's learning rate, which is meant for AdamW, with an optimizer that needs a lower one."""
+    optimizer = settings["optimizer.name"]
+    share = traits_of_optimizer(optimizer).share_of_adamws_rate
+    names = ["optimizer.learning_rate"]
+    if settings["textual_inversion.placeholder_tokens"]:
+        names.append("textual_inversion.learning_rate")
+    origin = f"default (for {optimizer})"
+    return [
+        Yields(
+            name,
+            float(f"{share * settings[name]:.2g}"),
+            f"it is AdamW's, and {optimizer} needs a lower one",
+            "",
+            origin,
+        )
+        for name in names
+        if share != 1.0 and not from_user(settings.origin[name]) and settings.origin[name] != origin
+    ]
+
+
 def text_rates(settings: Settings) -> list[Yields]:
     """Learning rates of text encoders with an optimizer that has only one."""
     rates = settings["text_encoder.learning_rates"]
@@ -181,6 +202,28 @@ def text_rates(settings: Settings) -> list[Yields]:
     reason = f"{settings['optimizer.name']} finds one learning rate for all that is trained, and optimizer.learning_rate={factor:g} is the factor on it"
     fix = f"Set text_encoder.learning_rates={shown(same)}, or another optimizer.name."
     return [Yields("text_encoder.learning_rates", same, reason, fix)]
+
+
+def no_text_rate(settings: Settings) -> list[Yields]:
+    name = "text_encoder.learning_rates"
+    if not settings[name] or any(settings[name]):
+        return []
+    fix = f"Set one above 0, such as {name}=[5e-5], or remove {name}."
+    return [Yields(name, (), "it trains no text encoder: 0 leaves one as it is", fix)]
+
+
+def no_prior_loss(settings: Settings) -> list[Yields]:
+    """Regularization images whose loss counts nothing."""
+    weight, count = "loss.prior_loss_weight", "data.num_class_images"
+    if settings[weight] != 0.0:
+        return []
+    if settings[count]:
+        reason = f"class images would be generated and trained for nothing, as {weight} is 0"
+        return [Yields(count, 0, reason, f"Set {weight} above 0, or remove {count}.", because=(weight,))]
+    if True not in values_in(settings, "source.is_reg"):
+        return []
+    reason = "regularization images would be trained for nothing"
+    return [Yields(weight, settings.default(weight), reason, "Set it above 0, or remove the sources with is_reg.")]
 
 
 def schedule_free(settings: Settings) -> list[Yields]:
@@ -502,6 +545,9 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     resolution_ceiling,
     rank_ceiling,
     prodigy_rate,
+    adamws_rate,
+    no_text_rate,
+    no_prior_loss,
     text_rates,
     schedule_free,
     weight_averages,
@@ -534,6 +580,22 @@ def captions_of_sources(settings: Settings) -> list[Problem]:
             setting = f"data.sources[{number}].{clash.name} = {shown(values.get(clash.name.partition('.')[2]))}"
             found.append(Problem(f"{setting}: {clash.reason}.", clash.fix))
     return found
+
+
+def idle_lengths(settings: Settings, notes: list[str]) -> list[Problem]:
+    """Lengths of the run that steps or epochs leave without effect: a problem of flags. Of a file only a note is added: a
+    run's own config.toml has those of its presets."""
+    problems = list[Problem]()
+    cause = next((name for name in ("train.max_steps", "train.max_epochs") if settings[name] is not None), None)
+    for name in ("train.total_repeats", "train.step_ceiling"):
+        if cause is None or settings[name] == settings.default(name):
+            continue
+        message = f"{settings.shown(name)} does nothing: {cause} sets how long the run is"
+        if BELOW_FLAGS.fullmatch(settings.origin[name]):
+            notes.append(message)
+        elif is_asked_for(settings.origin, name, [cause]):
+            problems.append(Problem(f"{message}.", f"Remove {name}, or {cause}."))
+    return problems
 
 
 def steps_and_epochs(settings: Settings) -> list[Problem]:

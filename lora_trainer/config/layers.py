@@ -17,6 +17,7 @@ from lora_trainer.config.contradictions import (
     Settings,
     captions_of_sources,
     contradictions,
+    idle_lengths,
     steps_and_epochs,
     without_clashes,
     wrong_placeholder_tokens,
@@ -83,11 +84,13 @@ def resolve(layers: Sequence[Layer], problems: Iterable[Problem] = ()) -> Resolv
             origin[name] = layer.name
             evidence[name] = layer.evidence.get(name, "")
     settings = Settings(merged, origin)
-    found.extend([*steps_and_epochs(settings), *captions_of_sources(settings), *wrong_placeholder_tokens(settings)])
+    on_lengths = list[str]()
+    found.extend([*steps_and_epochs(settings), *idle_lengths(settings, on_lengths)])
+    found.extend([*captions_of_sources(settings), *wrong_placeholder_tokens(settings)])
     settings, notes = without_clashes(settings, contradictions(settings), found)
     if found:
         raise UsageError(found)
-    return resolved_as(settings, origin, evidence, notes)
+    return resolved_as(settings, origin, evidence, [*on_lengths, *notes])
 
 
 def resolved_as(

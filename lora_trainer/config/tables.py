@@ -17,6 +17,7 @@ class OptimizerTraits(Protocol):
     """What settings depend on of an optimizer."""
 
     finds_learning_rate: bool  # `optimizer.learning_rate` is a factor on one that it finds
+    share_of_adamws_rate: float  # the learning rate that it needs, over AdamW's
     averages_weights: bool  # in place of an LR scheduler, of EMA and of SWA
     has_momentum: bool  # `optimizer.beta1`, which may change from step to step
     updates_apart: bool  # each parameter by its own gradient and state alone

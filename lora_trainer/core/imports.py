@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 
 OPTIONAL = ("bitsandbytes", "torchao", "xformers")
 PROBE_FOR_OPTIONAL = ("accelerate", "diffusers", "peft", "transformers")
 _ours: list[bool] = []
 _hidden: set[str] = set()
+_broken: dict[str, str] = {}  # libraries whose import failed, and why
+MOST_REASON = 150  # characters
 
 
 def own_process() -> None:
@@ -40,7 +44,7 @@ def hide(names: Collection[str]) -> None:
         if sys.modules.get(name, name) is None:
             del sys.modules[name]
     _hidden.clear()
-    _hidden.update(name for name in names if sys.modules.get(name) is None)
+    _hidden.update(name for name in names if sys.modules.get(name) is None and name not in _broken)
     sys.modules.update(dict.fromkeys(_hidden))  # type: ignore[arg-type]  # the import system wants None
 
 
@@ -63,6 +67,27 @@ def is_installed(name: str) -> bool:
         return True
     with shown(name):
         return find_spec(name) is not None
+
+
+def why_unusable(name: str) -> str | None:
+    """`is not installed`, or why the import of an installed library fails; None where it is imported.
+
+    diffusers and peft import what they find, and would fail with it: a broken library is not found from then on.
+    """
+    if name in _broken:
+        return _broken[name]
+    if not is_installed(name):
+        return "is not installed"
+    try:
+        with shown(name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of no concern to who asks
+            import_module(name)
+    except Exception as error:  # noqa: BLE001  built for another version or system, it may raise anything
+        text = " ".join(str(error).split()) or type(error).__name__
+        _broken[name] = f"does not load ({text[:MOST_REASON]})"
+        sys.modules[name] = None  # type: ignore[assignment]  # as above
+        return _broken[name]
+    return None
 
 
 @contextmanager

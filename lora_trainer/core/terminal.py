@@ -1,10 +1,10 @@
-"""Standard streams: closed ones at the start, and a terminal that may be closed during a run."""
+"""Standard streams: closed ones at the start, and readers, disks and terminals that are lost during a run."""
 
 from __future__ import annotations
 
-import errno
 import io
 import os
+import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -42,32 +42,58 @@ def is_terminal(stream: object) -> bool:
     return ask is not None and bool(ask())
 
 
-class _Terminal(io.FileIO):
-    """A terminal's file; output is discarded once the terminal is closed."""
+class _LastingOutput(io.FileIO):
+    """stdout or stderr of a command. From the first write that is refused, output is discarded: work does not end for it.
+
+    The reader of `… | tee log` may be gone, the disk of a log full, the terminal closed. `refused` is why, if output is lost.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self.refused: OSError | None = None
+        self._is_terminal = os.isatty(number)  # a closed one is not recognized later
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
-            return super().write(data)
+            # None: a full pipe that does not wait for its reader, as some programs leave it.
+            while (written := super().write(data)) is None:
+                select.select((), (self,), ())
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
+            if not self._is_terminal:
+                self.refused = error
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
+            os.dup2(nowhere, self.fileno())  # for child processes and libraries, too
             os.close(nowhere)
             return memoryview(data).nbytes
+        return written
 
 
-def survive_closed_terminal() -> None:
-    """Make printing to stdout or stderr never fail because their terminal was closed.
+def outlive_readers() -> None:
+    """Make printing to the process's stdout and stderr never fail, whoever reads them.
 
-    Closing also sends SIGHUP, which saves and stops; under `nohup` or in another session the run continues.
+    A closed terminal also sends SIGHUP, which saves and stops; under `nohup` or in another session the run continues.
     """
-    for name in ("stdout", "stderr"):
+    for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
-            continue
-        if isinstance(getattr(stream.buffer, "raw", None), _Terminal):  # done before
+        # Not a tee, a notebook's stream, a Windows console or one that was replaced before.
+        if type(_file_of(stream)) is not io.FileIO or stream.fileno() != number:
             continue
         stream.flush()
-        raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
+        buffer = io.BufferedWriter(_LastingOutput(number))
+        by_lines = stream.line_buffering or stream.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=by_lines))
+
+
+def lost_output() -> OSError | None:
+    """Why a part of what was printed is lost, if it is."""
+    for stream in (sys.stdout, sys.stderr):
+        file = _file_of(stream)
+        if isinstance(file, _LastingOutput) and file.refused is not None:
+            return file.refused
+    return None
+
+
+def _file_of(stream: object) -> object:
+    """The file below a text stream; with PYTHONUNBUFFERED there is no buffer between them."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)

@@ -80,6 +80,9 @@ def _read_manifest(
     if not requests:
         reading.problem("There is no data.", "Name a folder of images with --data.")
     found = [(each, read_source(places, each, reading)) for each, places in located]
+    named = {each.captions.column for each in requests} - {None}
+    if named and not reading.tables:
+        reading.note(f"captions.column={', '.join(map(str, named))} does nothing: no table and no JSON was read.")
     if not reading.problems and all(each.section.is_reg for each in requests):
         reading.problem("All data is regularization.", "Add a source of images to train on.")
     if reading.problems:

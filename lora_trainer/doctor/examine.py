@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_trainer.core.imports import OPTIONAL, is_installed, why_unusable
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.doctor import devices, surroundings
 from lora_trainer.doctor.facts import MachineFacts
@@ -14,6 +15,9 @@ from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines
 from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disks, read_torch, run_attention
 from lora_trainer.doctor.this_machine import read_machine
 from lora_trainer.doctor.this_run import Described, needs, written_places
+from lora_trainer.models.attention.packages import MODULES as ATTENTION
+from lora_trainer.monitor.tracker_kinds import TRACKERS
+from lora_trainer.optim.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:  # they load torch, which may be what is broken
     from lora_trainer.doctor.run_facts import RunFacts
@@ -22,6 +26,7 @@ Places = Sequence[tuple[str, Path, int | None]]  # folders with their use, and t
 BEFORE: tuple[Callable[[MachineFacts], Lines], ...] = (
     surroundings.python,
     surroundings.versions,
+    surroundings.libraries,
     surroundings.container,
     surroundings.clock,
     devices.torch_build,
@@ -42,9 +47,24 @@ BEFORE: tuple[Callable[[MachineFacts], Lines], ...] = (
 )
 
 
+OPTIONAL_LIBRARIES = dict.fromkeys(
+    (
+        *OPTIONAL,
+        *ATTENTION.values(),
+        *(spec.library for spec in OPTIMIZERS.values() if spec.library not in (None, "transformers")),
+        *(kind.library for kind in TRACKERS.values()),
+        "gguf",
+    )
+)
+
+
 def read_facts() -> MachineFacts:
     """The machine and torch's devices: what is read, before anything is measured."""
     facts = replace(read_machine(), torch=read_torch())
+    if facts.torch.failure:  # without it the others do not load either
+        return facts
+    reasons = {name: why_unusable(name) for name in OPTIONAL_LIBRARIES if is_installed(name)}
+    facts = replace(facts, broken={name: reason for name, reason in reasons.items() if reason is not None})
     if facts.torch.build != "cuda" or not facts.torch.devices:
         return facts
     import torch

@@ -159,6 +159,7 @@ class MachineFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     tested: Mapping[str, str] = field(default_factory=dict)
     requires: tuple[str, ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)  # installed libraries that do not load, and why
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

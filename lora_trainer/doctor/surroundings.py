@@ -73,6 +73,13 @@ def versions(facts: MachineFacts) -> Lines:
         yield ok("versions", f"{counted(same, 'package')} as tested")
 
 
+def libraries(facts: MachineFacts) -> Lines:
+    """Optional libraries that are installed and do not load: a run does without them, or refuses settings that name them."""
+    for name, reason in facts.broken.items():
+        fix = f"pip install --upgrade {name}, or pip uninstall {name} if no setting of yours needs it"
+        yield warning(name, f"{name} {reason}", "a library that loads, or none", fix)
+
+
 def container(facts: MachineFacts) -> Lines:
     """WSL, containers, and the CPUs and memory that they leave."""
     system = facts.system

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.imports import shown
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.core.launch import cpu_requested
 from lora_trainer.doctor.facts import MachineFacts
@@ -78,14 +77,9 @@ def needs(described: Described, facts: MachineFacts) -> Lines:
         return
     config = described.resolved.config
     library = OPTIMIZERS[config.optimizer.name].library
-    if library is not None:
-        with shown(library):
-            there = find_spec(library) is not None
-        if not there:
-            fix = f"pip install {library}, or set optimizer.name=adamw"
-            yield error(
-                "optimizer", f"optimizer.name={config.optimizer.name}: {library} is not installed", library, fix
-            )
+    if library is not None and (reason := why_unusable(library)) is not None:
+        fix = f"pip install {library}, or set optimizer.name=adamw"
+        yield error("optimizer", f"optimizer.name={config.optimizer.name}: {library} {reason}", library, fix)
     yield from wanted_attention(described.resolved, facts)
     precision, origin = config.memory.weight_dtype, described.resolved.origin["memory.weight_dtype"]
     if precision == "bf16" and from_user(origin) and any(not each.has_bf16 for each in facts.torch.devices):

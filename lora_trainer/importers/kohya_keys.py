@@ -23,6 +23,7 @@ from lora_trainer.importers.network_kinds import (
 from lora_trainer.importers.reading import Around, KeyRule, Took, located
 from lora_trainer.importers.rules import (
     MOST_PROMPT_BYTES,
+    Kind,
     by,
     count,
     is_on,
@@ -60,7 +61,6 @@ from lora_trainer.importers.words import (
     SHOWN_BY,
     TEXT_RATES,
     VAE,
-    negative_of,
     prediction,
     text_rates,
 )
@@ -220,6 +220,14 @@ def _weighting(name: str, *before: str) -> KeyRule:
     return by(read, "loss.weighting")
 
 
+# Options behind a prompt that are settings here, if all prompts have them with the same value.
+OPTIONS_OF_PROMPTS: dict[str, tuple[str, Kind]] = {
+    "s": ("sample.num_inference_steps", whole),
+    "l": ("sample.guidance_scale", number),
+    "n": ("sample.negative_prompt", text),
+}
+
+
 def drawn_prompts(value: Any, around: Around) -> Took:
     """A file with a prompt on each line, its options behind `--`; or the lines themselves."""
     lines = [text(value)] if "\n" not in text(value) else text(value).splitlines()
@@ -231,14 +239,26 @@ def drawn_prompts(value: Any, around: Around) -> Took:
             lines = read_text(path, MOST_PROMPT_BYTES).splitlines()
         except TextError as error:
             return Took({}, f"{path} {error}", "changed")
-    prompts = [line.split(" --") for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not prompts:
+    split = [line.split(" --") for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not split:
         return Took({}, "no prompts in it", "ignored")
-    negative = negative_of([dict(option.partition(" ")[::2] for option in options) for _, *options in prompts], "n")
-    options = any(len(prompt) > 1 + len(negative) for prompt in prompts)
-    why = "sizes, seeds and other options behind -- are left out" if options else ""
-    found = {"sample.prompts": [prompt[0].strip() for prompt in prompts], **negative}
-    return Took(found, why, "changed" if options else "mapped")
+    values: dict[str, list[str]] = {}
+    for option in (option for _, *options in split for option in options):
+        letter, _, value = option.strip().partition(" ")
+        values.setdefault(letter, []).append(value.strip())
+    took: dict[str, Any] = {"sample.prompts": [line[0].strip() for line in split]}
+    left_out = []
+    for letter, found in values.items():
+        name, kind = OPTIONS_OF_PROMPTS.get(letter, ("", text))
+        if not name or len(found) < len(split) or len(set(found)) > 1:  # images of a run share these settings
+            left_out.append(f"--{letter}")
+            continue
+        try:
+            took[name] = kind(found[0])
+        except ValueError:
+            left_out.append(f"--{letter}")
+    why = f"options of prompts that are left out: {', '.join(left_out)}" if left_out else ""
+    return Took(took, why, "changed" if left_out else "mapped")
 
 
 def trains_texts(around: Around) -> bool:
@@ -367,7 +387,11 @@ RULES: Mapping[str, KeyRule] = {
     "save_last_n_epochs_state": unless_off("checkpoint.keep_last", whole),
     "validate_every_n_steps": unless_off("validation.every_n_steps", whole),
     "sample_every_n_steps": same("sample.every_n_steps", whole),
-    "sample_prompts": by(drawn_prompts, "sample.prompts sample.negative_prompt", "options behind -- are left out"),
+    "sample_prompts": by(
+        drawn_prompts,
+        "sample.prompts sample.num_inference_steps sample.guidance_scale sample.negative_prompt",
+        "--s, --l and --n only where all prompts have the same; other options behind -- are left out",
+    ),
     "min_snr_gamma": unless_off("loss.min_snr_gamma", number),
     "debiased_estimation_loss": _weighting("debiased", "min_snr_gamma"),
     "scale_v_pred_loss_like_noise_pred": _weighting("v_as_epsilon", "min_snr_gamma", "debiased_estimation_loss"),

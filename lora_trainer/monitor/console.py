@@ -11,7 +11,6 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 
 from lora_trainer.core.findings import NARROWEST, printable_lines
-from lora_trainer.core.interrupt import signalled
 
 
 class Console(RichConsole):
@@ -34,9 +33,7 @@ class Console(RichConsole):
         )
 
     def on_broken_pipe(self) -> None:
-        """Stay silent from here on: a closed terminal also ends the reader of `… | tee log`, but the run must still save."""
-        if not signalled():
-            super().on_broken_pipe()
+        """Stay silent from here on; rich would end the process. For scripts: a command's streams never break."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())

@@ -7,8 +7,7 @@ before each step; a group with a learning rate of its own has a share of it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +42,7 @@ class OptimizerSpec:
     waits_for_gpu: bool = False  # inside its step
     skips_nonfinite: bool = False  # by itself, on the device: it reads `found_inf`, as torch's fused ones do
     finds_learning_rate: bool = False  # `optimizer.learning_rate` is a factor on one that it finds
+    share_of_adamws_rate: float = 1.0  # of a preset's learning rate or the default, which are AdamW's
     averages_weights: bool = False  # in place of an LR scheduler, of EMA and of SWA
     has_momentum: bool = False  # `beta1` of its groups, which may change from step to step
     updates_apart: bool = False  # each parameter by its own gradient and state alone, so some at a time can be updated
@@ -152,23 +152,17 @@ def schedule_free(groups: Groups, config: OptimizerSection) -> Optimizer:
 
 def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer]:
     """A class of a library that only some optimizers need. Raises UsageError when it does not load."""
-    with loading(module.partition(".")[0], wanted):
-        kind: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
-    return kind
-
-
-@contextmanager
-def loading(library: str, wanted: str) -> Iterator[None]:
-    """Raise UsageError for an optimizer's library that does not load in the block."""
+    library = module.partition(".")[0]
     try:
-        yield
-    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        kind: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # an installed library that fails to load raises all kinds
         raise UsageError(
             Problem(
                 f"optimizer.name={wanted} needs {library}, which does not load ({error}).",
                 f"Run: pip install {library}. Or set optimizer.name=adamw.",
             )
         ) from error
+    return kind
 
 
 def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None) -> None:
@@ -220,7 +214,13 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     ),
     "adafactor": OptimizerSpec(adafactor, factored, library="transformers", updates_apart=True),
     "lion": OptimizerSpec(
-        lion, full_tensors(1), library="pytorch_optimizer", has_momentum=True, updates_apart=True, reads=BETAS
+        lion,
+        full_tensors(1),
+        library="pytorch_optimizer",
+        share_of_adamws_rate=1 / 3,  # the highest that is published
+        has_momentum=True,
+        updates_apart=True,
+        reads=BETAS,
     ),
     # Prodigy waits for the distance that it finds, from all weights together.
     "prodigy": OptimizerSpec(

@@ -206,10 +206,10 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
 
 
-def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans) -> None:
+def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans, *, only_looks: bool = False) -> None:
     """Raise UsageError, before anything is built, when what must be does not fit on the disk, or may not be written to it."""
     if missing := sum(len(plan.missing) for plan in plans.kinds):
-        refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"))
+        refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"), only_looks=only_looks)
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
     if _with_packing(needed) > free:
         # Other processes may have built entries since: those took room, and need no more.

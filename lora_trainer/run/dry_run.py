@@ -5,30 +5,42 @@ Only the digests and sizes of files that were read are written, into the user's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
+from lora_trainer.core.errors import UsageError
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.find import describe_model
-from lora_trainer.run.caching import cache_folder, plan_caches
-from lora_trainer.run.choices import choose, gpu_gib, processes_on_their_gpus
+from lora_trainer.run.caching import CachePlans, cache_folder, images_together, plan_caches, refuse_full_disk
+from lora_trainer.run.choices import Choices, choose, gpu_gib, processes_on_their_gpus
 from lora_trainer.run.differences import changes
 from lora_trainer.run.generation import with_finished_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
-from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
+from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.plans.view import show_plan as show_memory
 from lora_trainer.run.room import Room, room_for
+from lora_trainer.run.session import checked_start
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
-from lora_trainer.training.network_weights import check_lora_files
 
 
-def show_plan(order: Order, inputs: Inputs) -> None:
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do. Without the model's weights its caches are not known."""
+
+    inputs: Inputs
+    choices: Choices
+    steps: StepArithmetic
+    caches: CachePlans | None
+    room: Room
+
+
+def show_plan(order: Order, inputs: Inputs) -> RunPlan:
     """Print samples, buckets, steps, three captions, caches, memory, disk, and every setting's origin."""
     resolved, config, console = order.resolved, order.config, order.console
-    refuse_without_validation(config, inputs)
-    check_lora_files(config, inputs.family, inputs.facts)
     processes = processes_on_their_gpus(config)
     largest = largest_of(config, inputs.train, inputs.train_plan, processes.world)
     choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world, largest)
@@ -42,10 +54,14 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(inputs.split_line)
     show_views(config, inputs, steps, console)
     console.print(f"steps: {steps.line}")
+    for line in length_lines(resolved, steps):
+        console.print(line)
     show_captions(config, inputs, console, choices.encoder_dtype.itemsize)
     console.print(f"caches in {cache_folder(config)}:")
+    caches = None
     if inputs.facts.whole:
-        for line in plan_caches(config, inputs, choices).lines:
+        caches = plan_caches(config, inputs, choices)
+        for line in caches.lines:
             console.print(f"  {line}")
     else:  # the caches' keys depend on the weights
         console.print("  not known: the model's weights are not downloaded yet")
@@ -60,9 +76,20 @@ def show_plan(order: Order, inputs: Inputs) -> None:
     console.print(f"would write to {order.folder}")
     room = room_of(order, plan, steps)
     console.print(room.line)
-    if room.problem:
-        console.print(f"note: the run would be refused: {room.problem.fix}")
     show_settings(order)
+    return RunPlan(inputs, choices, steps, caches, room)
+
+
+def refuse_plan(order: Order, plan: RunPlan, *, trains: bool = True) -> None:
+    """Raise UserError for what the run, or `cache` where it `trains` not, is refused for after its data is read."""
+    if trains:
+        checked_start(order, plan.inputs, plan.choices, plan.steps)
+    if plan.caches is not None:
+        refuse_full_disk(plan.inputs, plan.choices, plan.caches, only_looks=True)
+        missing = bool(plan.caches.latents.missing)
+        images_together(order.config, plan.inputs, plan.choices, missing=missing)
+    if trains and plan.room.problem is not None:
+        raise UsageError(plan.room.problem)
 
 
 def show_settings(order: Order) -> None:

@@ -54,13 +54,14 @@ from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
+from lora_trainer.run.changed_data import write_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.compare_loras import compare_after_training
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
 from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
-from lora_trainer.run.messages import model_lines, refuse_without_validation, show_captions, show_views
+from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
 from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
@@ -79,8 +80,15 @@ from lora_trainer.run.release import (
 )
 from lora_trainer.run.room import room_for
 from lora_trainer.run.sampling import draw_comparison, shown_images
-from lora_trainer.run.session import Session, fill, open_session, with_found_micro, with_generated_images
-from lora_trainer.run.start import class_image_settings, find_start, fixed_settings, refuse_other_class_images
+from lora_trainer.run.session import (
+    Session,
+    checked_start,
+    fill,
+    open_session,
+    with_found_micro,
+    with_generated_images,
+)
+from lora_trainer.run.start import class_image_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.run.verdict_images import keep_verdict_images
 from lora_trainer.training.build import build_step_context
@@ -90,7 +98,6 @@ from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.loop import train
-from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.profiler import ProfiledDevice, Profiler
 from lora_trainer.training.requests import Requests
 from lora_trainer.training.run import Run
@@ -119,12 +126,9 @@ class Outcome:
 def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerThreads) -> Outcome:
     """Train and release one LoRA in the order's folder. Raises UserError."""
     session = replace(open_session(order, inputs), threads=threads)
-    check_lora_files(session.config, inputs.family, inputs.facts)
     if (encoder := find_encoder(session.config, say=session.console.print)) is not None:
         load_encoder(encoder.path, torch.device("cpu"))  # which refuses another kind of model before it is needed
-    refuse_without_validation(session.config, session.inputs)
-    settings = fixed_settings(session.config, session.inputs, session.choices)
-    start = find_start(order.folder, settings, order.console, order.config) if order.resume else None
+    settings, start = checked_start(order, inputs, session.choices, session.steps)
     session = with_generated_images(session)  # which takes long, so after all that is refused
     settings |= class_image_settings(session.config, session.inputs)
     refuse_other_class_images(start, settings, order.folder, order.config)
@@ -137,6 +141,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
         keep = partial(write_text, file, text)
         current().keep(file.name, keep)
         write_with_retry(file.name, order.folder, keep, len(text))
+        write_images(order.folder, inputs.manifest.samples)
     record = with_preparation(record, session, run)
     if session.processes.is_main:  # a run that fails from here on has its hardware in the record
         write_record(order.folder, record)
@@ -196,6 +201,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     for line in (
         inputs.split_line,
         f"steps: {session.steps.line}",
+        *length_lines(session.order.resolved, session.steps),
         *model_lines(session.order.resolved, inputs),
         *session.choices.lines,
         *(() if config.checkpoint.save_state else (WITHOUT_STATE,)),

@@ -27,14 +27,15 @@ OWNER = ".lock.owner"  # which process holds the lock: whoever only looks reads 
 LOCKS = (LOCK, SOFT_LOCK, OWNER)  # in the order to remove them: the note is renewed while there is a lock
 RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+IS_LOCKED = "Another process is training a run in {folder}."
 ANOTHER_RUN = "Wait for it, or choose another --name."
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
 LENGTHS = ("max_steps", "max_epochs", "total_repeats", "step_ceiling", "max_hours")
 
 
-def claim(order: Order) -> dict[str, Any] | None:
-    """The record of the run in the folder, where `--resume` may continue it.
+def claim(order: Order, *, only_looks: bool = False) -> dict[str, Any] | None:
+    """The record of the run in the folder, where `--resume` may continue it. Who `only_looks` takes no lock.
 
     Raises UsageError when another process writes there, when the folder holds a run and
     `--resume` is missing, when it holds something else, or cannot be written.
@@ -43,14 +44,16 @@ def claim(order: Order) -> dict[str, Any] | None:
     wrong = [name for name in OWN if (folder / name).is_dir()]
     if wrong:
         raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
-    if (folder / LOCK).is_file() and is_main_process():
+    if only_looks and holder_of(folder) is not None:
+        raise UsageError(Problem(IS_LOCKED.format(folder=folder), ANOTHER_RUN))
+    if not only_looks and (folder / LOCK).is_file() and is_main_process():
         take_free_lock(folder).release()  # the system frees the lock of a process that was killed
     refuse_used(order, record)
     if record is None and folder.exists() and (not folder.is_dir() or not is_free(folder)):
         raise UsageError(Problem(f"{folder} exists and is not a run.", "Choose another --name or --output."))
     for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-            raise UsageError(Problem(f"{folder} is inside the dataset {source}.", "Choose another --output."))
+            raise UsageError(Problem(f"{folder} is inside the dataset {source.resolve()}.", "Choose another --output."))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))
@@ -203,7 +206,7 @@ def take_free_lock(folder: Path, fix: str = ANOTHER_RUN) -> BaseFileLock:
     try:
         return take_lock(folder / LOCK)
     except Timeout as error:
-        raise UsageError(Problem(f"Another process is training a run in {folder}.", fix)) from error
+        raise UsageError(Problem(IS_LOCKED.format(folder=folder), fix)) from error
     except OSError as error:
         message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
         raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib.util import find_spec
 
 import torch
 
 from lora_trainer.config.schema import Config
-from lora_trainer.core.imports import OPTIONAL, hide
-from lora_trainer.optim.optimizers import OPTIMIZERS, loading
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.imports import OPTIONAL, hide, why_unusable
+from lora_trainer.optim.optimizers import OPTIMIZERS
 
 
 def import_libraries(config: Config) -> None:
@@ -23,9 +24,12 @@ def import_libraries(config: Config) -> None:
     if torch.cuda.is_available() and config.hardware.attention_backend != "sdpa":
         needed.add("xformers")
     hide([name for name in OPTIONAL if name not in needed])
+    for name in OPTIONAL:
+        if find_spec(name) is not None:  # peft and diffusers import it now
+            why_unusable(name)
     import diffusers.models.modeling_utils  # noqa: F401
     import peft  # noqa: F401
 
-    if library is not None:
-        with loading(library, config.optimizer.name):
-            importlib.import_module(library)
+    if library is not None and (reason := why_unusable(library)) is not None:
+        fix = f"Run: pip install {library}. Or set optimizer.name=adamw."
+        raise UsageError(Problem(f"optimizer.name={config.optimizer.name} needs {library}, which {reason}.", fix))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.presets import CHOSEN, presets
 from lora_trainer.config.schema import CaptionsSection, Config
@@ -149,6 +150,39 @@ def model_lines(resolved: Resolved, inputs: Inputs) -> tuple[str, ...]:
         if name in trained
     ]
     return tuple(lines)
+
+
+def length_lines(resolved: Resolved, steps: StepArithmetic) -> list[str]:
+    """What the run is too short for."""
+    config, total, lines = resolved.config, steps.total, list[str]()
+    warmup, every = config.lr_scheduler.warmup_steps, config.validation.every_n_steps
+    if warmup is not None and warmup > total:
+        lines.append(
+            f"warning: lr_scheduler.warmup_steps={warmup}, and the run has {counted(total, 'step')}: the learning rate rises"
+            " until the end, where it is the set one"
+        )
+    waits = {
+        "safeguards.early_stopping": config.safeguards.patience + 1 if config.safeguards.early_stopping else None,
+        "safeguards.reduce_lr_on_plateau": (
+            config.safeguards.plateau_window if config.safeguards.reduce_lr_on_plateau else None
+        ),
+    }
+    for name, least in waits.items():
+        if least is not None and every and least * every >= total:
+            lines.append(
+                f"warning: {name} does nothing in this run: it acts after {counted(least, 'validation')} at the soonest,"
+                f" step {least * every}, and the run has {counted(total, 'step')} (validation.every_n_steps={every})"
+            )
+    intervals = {
+        "checkpoint.export_every_n_steps": (config.checkpoint.export_every_n_steps, total, "step"),
+        "checkpoint.export_every_n_epochs": (config.checkpoint.export_every_n_epochs, steps.epochs, "epoch"),
+        "sample.every_n_steps": (config.sample.every_n_steps, total, "step"),
+        "captions.dropout_every_n_epochs": (config.captions.dropout_every_n_epochs, steps.epochs, "epoch"),
+    }
+    for name, (interval, length, unit) in intervals.items():
+        if interval and interval > length and from_user(resolved.origin[name]):
+            lines.append(f"warning: {name}={interval} does nothing: the run has {counted(length, unit)}")
+    return lines
 
 
 def refuse_without_validation(config: Config, inputs: Inputs) -> None:

@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.console import Console
 from lora_trainer.config.schema import Config, TrainSection
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus
 from lora_trainer.core.launch import cpu_requested
 from lora_trainer.data.caches.upkeep import keep_limit
@@ -26,7 +28,11 @@ from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_t
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
+from lora_trainer.run.messages import refuse_without_validation
 from lora_trainer.run.order import Order
+from lora_trainer.run.start import find_start, fixed_settings
+from lora_trainer.training.checkpoints.checkpoint import Checkpoint
+from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
@@ -73,6 +79,16 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     )
     if choices.second_gpu and (crowded := cap_memory(order.config, torch.device(choices.second_gpu.value))):
         order.console.print(f"{choices.second_gpu.value}: {crowded}")
+    if processes.world > 1:
+        effective = order.config.train.effective_batch_size
+        order.console.print(
+            f"processes: {processes.world}, which share the {counted(effective, 'sample')} of each step"
+        )
+        if (idle_processes := processes.world - effective) > 0:
+            order.console.print(
+                f"warning: {idle_processes} of {processes.world} processes never get a sample: set"
+                f" train.effective_batch_size={processes.world} or a multiple, or start {counted(effective, 'process')}"
+            )
     threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
     if processes.device.type == "cpu":
         order.console.print(f"threads: {threads.count} ({threads.reason})")
@@ -88,8 +104,25 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     if is_one and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
-    refuse_unsuited(order.config, choices, steps.total)
     return Session(order, inputs, processes, choices, steps)
+
+
+def checked_start(
+    order: Order, inputs: Inputs, choices: Choices, steps: StepArithmetic
+) -> tuple[dict[str, Any], Checkpoint | None]:
+    """The settings that a run's checkpoints depend on, and the one to resume from. For a session and a dry run.
+
+    Raises UsageError for all that needs no model in memory. Without the model's weights, as in a dry run, nothing is resumed.
+    """
+    refuse_unsuited(order.config, choices, steps.total)
+    check_lora_files(order.config, inputs.family, inputs.facts)
+    refuse_without_validation(order.config, inputs)
+    if not inputs.facts.whole:
+        return {}, None
+    settings = fixed_settings(order.config, inputs, choices)
+    if not order.resume:
+        return settings, None
+    return settings, find_start(order.folder, settings, order.console, order.config, inputs.manifest.samples)
 
 
 def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:

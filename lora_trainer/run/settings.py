@@ -15,7 +15,7 @@ from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.config.schema.types import Flavor, PredictionType
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
-from lora_trainer.core.imports import is_installed
+from lora_trainer.core.imports import is_installed, why_unusable
 from lora_trainer.importers.data_files import with_data_files
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.models.detection import detect_family
@@ -65,7 +65,7 @@ def go_offline(config: Config) -> None:
 
 
 def with_installed_libraries(resolved: Resolved) -> Resolved:
-    """The settings, with AdamW in place of a preset's 8-bit AdamW where bitsandbytes is not installed, which is noted.
+    """The settings, with AdamW in place of a preset's 8-bit AdamW where bitsandbytes cannot be used, which is noted.
 
     Raises UsageError, before anything is loaded, for all that the user set and that lacks a library.
     """
@@ -92,10 +92,14 @@ def with_installed_optimizer(resolved: Resolved) -> Resolved:
     """The same of the optimizer alone. Its learning rate is that of AdamW; another optimizer's would not be."""
     setting, name = "optimizer.name", resolved.config.optimizer.name
     spec = OPTIMIZERS[name]
-    if spec.library is None or is_installed(spec.library):
+    if spec.library is None:
+        return resolved
+    # Others are imported later (`import_libraries`): transformers would look for libraries that the run hides.
+    reason = why_unusable(spec.library) if spec.has_8_bit_state else None
+    if reason is None and is_installed(spec.library):
         return resolved
     package = spec.library.replace("_", "-")
-    message, fix = f"{package} is not installed", f"pip install {package}, or set optimizer.name=adamw."
+    message, fix = f"{package} {reason or 'is not installed'}", f"pip install {package}, or set optimizer.name=adamw."
     if not spec.has_8_bit_state:
         raise UsageError(Problem(f"{setting}={name}: {message}.", fix))
     return with_lacking(resolved, [Yields(setting, "adamw", message, fix, f"{DEFAULT} ({message})")])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
-from lora_trainer.data.sample import Manifest
+from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.models.base_loras import base_digest
 from lora_trainer.optim.schedules import first_swa_step
+from lora_trainer.report.read import mapping, sequence
 from lora_trainer.report.record import step_files
+from lora_trainer.run.changed_data import changed_images
 from lora_trainer.run.choices import Choices
 from lora_trainer.run.class_images import class_prompts, class_source
 from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
@@ -82,7 +85,9 @@ def shown_by_source(config: Config) -> list[dict[str, Any]]:
     return own if any(own) else []
 
 
-def find_start(folder: Path, settings: dict[str, Any], console: Console, config: Config) -> Checkpoint | None:
+def find_start(
+    folder: Path, settings: dict[str, Any], console: Console, config: Config, samples: Sequence[Sample] = ()
+) -> Checkpoint | None:
     """The newest checkpoint that can be resumed; None, which is printed, when there never was one.
 
     Raises UsageError when all are damaged, since starting over would replace the run's files, and
@@ -115,7 +120,11 @@ def find_start(folder: Path, settings: dict[str, Any], console: Console, config:
     if any(name.startswith(("text_encoder.", "textual_inversion.")) for name in changed):
         changed.pop("text encoder", None)  # how captions are read is part of its key
     if changed:
-        raise UsageError([differing(name, old, settings.get(name), folder, config) for name, old in changed.items()])
+        problems = [differing(name, old, settings.get(name), folder, config) for name, old in changed.items()]
+        if "data" in changed and samples and (images := changed_images(folder, samples)):
+            place = list(changed).index("data")
+            problems[place] = replace(problems[place], message=f"{problems[place].message} Changed: {images}.")
+        raise UsageError(problems)
     console.print(f"resuming from {path.name} of {folder}")
     return checkpoint
 
@@ -154,8 +163,11 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     if name in ("VAE", "text encoder"):
         return Problem(f"The model's {name} differs from the one at the start of the run.", fix)
     if name in (TRAINING_ADAPTER, STARTED_FROM):
-        setting = "model.training_adapter" if name == TRAINING_ADAPTER else "lora.network_weights"
-        return Problem(f"The {name} ({setting}) differs from the one at the start of the run.", fix)
+        section, key = ("model", "training_adapter") if name == TRAINING_ADAPTER else ("lora", "network_weights")
+        here = getattr(getattr(with_absolute_paths(config), section), key)
+        there = earlier_section(folder, section).get(key)
+        what = f"the content of {here} has changed" if here == there else f"{shown(there)} → {shown(here)}"
+        return Problem(f"The {name} ({section}.{key}) differs from the one at the start of the run: {what}.", fix)
     if name == SWA:
         message = f"The first step of SWA was {shown(old)} and is now {shown(new)} (train.swa_start)."
         return Problem(message, f"Set train.swa_start={shown(old)}, or start a new --name.")
@@ -165,17 +177,20 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
         message = "The class images differ: they were generated again, or on another machine, which rounds differently."
         return Problem(message, f"{fix[:-1]}; or copy the folder `class_images` from the first machine's cache.")
     if name == "data":
-        now, before = [source.path for source in with_absolute_paths(config).data.sources], earlier_sources(folder)
+        now, before = (
+            [source.path for source in with_absolute_paths(config).data.sources],
+            earlier_section(folder, "data").get("sources"),
+        )
+        before = [str(each.get("path") if isinstance(each, dict) else each) for each in sequence(before)]
         here = ", ".join(now) or "the built-in dataset"
         where = f"{', '.join(before)} → {here}" if before and before != now else here
         return Problem(f"The images, captions or weights differ: {where}.", fix)
     return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
 
 
-def earlier_sources(folder: Path) -> list[str]:
-    """The paths of the run's data when it was last started; empty where they cannot be read."""
+def earlier_section(folder: Path, section: str) -> Mapping[str, Any]:
+    """A section of the run's settings when it was last started; empty where they cannot be read."""
     try:
-        sources = read_toml(folder / "config.toml")["data"]["sources"]
-        return [str(source["path"] if isinstance(source, dict) else source) for source in sources]
-    except (UsageError, KeyError, TypeError):
-        return []
+        return mapping(read_toml(folder / "config.toml").get(section))
+    except UsageError:
+        return {}

@@ -111,36 +111,44 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     if enforce_gates:
         refuse_unmeasured(order.config.gates)
     refuse_unchecked(order.resolved)
-    if not dry_run:
-        order = startable(order)
+    order = startable(order)
     resolved = order.resolved
     announce(resolved.config, console)
     show_commands(resolved, console)
-    found = None if dry_run else claim(order)
+    found = claim(order, only_looks=dry_run)
     lost = {} if found is None or not is_finished(found) else lost_files(order, found)
-    if found is not None and is_finished(found) and not lost and not asks_for_more(order, found):
-        return nothing_to_do(order, found)
+    is_over = found is not None and is_finished(found) and not lost
+    if found is not None and is_over and not asks_for_more(order, found):
+        return nothing_to_do(order, found, dry_run=dry_run)
     find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
     inputs = read_inputs(order.config, model)
     show_report(order.config, inputs, console)
-    if dry_run and inputs.train:  # a refused dataset's plan is worth seeing too
-        from lora_trainer.run.dry_run import show_plan
-
-        show_plan(order, inputs)
     if dry_run:
-        refuse_data(inputs, enforce_gates=enforce_gates)
+        if found is not None and is_over and total_steps(order, inputs) <= found.get("steps", 0):
+            refuse_data(inputs, enforce_gates=enforce_gates)
+            return nothing_to_do(order, found, dry_run=True)
+        show_dry_run(order, inputs, enforce_gates=enforce_gates)
         return RunResult(folder, {}, DONE)
     with then_command(order) as ended:
         refuse_data(inputs, enforce_gates=enforce_gates)
         inputs = with_weights(order, inputs)  # not downloaded for refused data
-        is_over = found is not None and is_finished(found) and not lost
         if found is not None and is_over and total_steps(order, inputs) <= found.get("steps", 0):
             return nothing_to_do(order, found)
         result = run_recorded(order, inputs)
         ended(result.record)
         return result
+
+
+def show_dry_run(order: Order, inputs: Inputs, *, enforce_gates: bool, trains: bool = True) -> None:
+    """Print what a run would do. Raises UserError for what it is refused for before its first step, in its order."""
+    from lora_trainer.run.dry_run import refuse_plan, show_plan
+
+    plan = show_plan(order, inputs) if inputs.train else None  # a refused dataset's plan is worth seeing too
+    refuse_data(inputs, enforce_gates=enforce_gates)
+    if plan is not None:
+        refuse_plan(order, plan, trains=trains)
 
 
 def lost_files(order: Order, record: Mapping[str, Any]) -> dict[str, str]:
@@ -178,10 +186,10 @@ def startable(order: Order) -> Order:
     return replace(order, resolved=resolved)
 
 
-def nothing_to_do(order: Order, record: Mapping[str, Any]) -> RunResult:
+def nothing_to_do(order: Order, record: Mapping[str, Any], *, dry_run: bool = False) -> RunResult:
     """Report a resumed run that is already finished; the exit code is the gate's, where it refused the LoRA."""
     status, steps = record["status"], record["steps"]
-    if is_main_process():
+    if is_main_process() and not dry_run:
         remove_unfinished(order.folder)  # the report was being written when the run was killed
         write_missing_report(order, record)
     if ended_early(order, dict(record)):
@@ -214,13 +222,16 @@ def total_steps(order: Order, inputs: Inputs) -> int:
 
 @listening()
 @data_in_use()
-def cache(resolved: Resolved) -> None:
+def cache(resolved: Resolved, *, dry_run: bool = False) -> None:
     """Cache latents and text embeddings for a run with these settings, and train nothing. Raises UserError."""
     order = Order(resolved, run_folder(resolved.config), plain_console())
     announce(order.config, order.console)
     order, model = for_its_model(order)
     inputs = read_inputs(order.config, model)
     show_report(order.config, inputs, order.console)
+    if dry_run:
+        show_dry_run(order, inputs, enforce_gates=False, trains=False)
+        return
     refuse_data(inputs, enforce_gates=False)
     inputs = with_weights(order, inputs)
     from lora_trainer.data.caches.claims import in_use

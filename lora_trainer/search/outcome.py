@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from lora_trainer.core.errors import DONE, TRAINING_FAILED
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import read_json, write_json, write_text
 from lora_trainer.core.version import __version__
+from lora_trainer.report.read import mapping
 from lora_trainer.search.confirm import Confirmed
 from lora_trainer.search.space import describe
 from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow, best_trial, read_trials
@@ -28,7 +30,10 @@ def write_outcome(folder: Path, study: Study, plan: SearchPlan, confirmed: Confi
     """Bring `search.json` and `best.toml` up to date; the document. An earlier confirmation of the best trial is kept."""
     rows = read_trials(study)
     best = best_trial(rows, plan)
-    earlier = read_json(folder / DOCUMENT) if (folder / DOCUMENT).is_file() else {}
+    earlier: Mapping[str, Any] = {}
+    # A damaged document is written anew: all but the confirmation is in the study.
+    with suppress(OSError, ValueError):
+        earlier = mapping(read_json(folder / DOCUMENT))
     kept = (
         earlier.get("confirmed")
         if best is not None and (earlier.get("best") or {}).get("number") == best.number

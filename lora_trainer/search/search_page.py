@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.toml import shown
 from lora_trainer.core.findings import counted
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.io import write_text
 from lora_trainer.monitor.progress import duration
 from lora_trainer.report import FILE
@@ -136,11 +137,11 @@ def short_value(value: Any) -> str:
 
 
 def scripts_of_plots() -> tuple[str, ...]:
-    """plotly's script, and the one that draws with it; nothing where plotly is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
+    """plotly's script, and the one that draws with it; nothing where plotly cannot be used."""
+    if why_unusable("plotly") is not None:
         return ()
+    from plotly.offline import get_plotlyjs
+
     return get_plotlyjs(), (TEMPLATES / "plots.js").read_text(encoding="utf-8")
 
 

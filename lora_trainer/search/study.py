@@ -20,6 +20,7 @@ from lora_trainer.batch.folders import Shared, shared_from_json
 from lora_trainer.batch.job_store import MOST_DEATHS, is_dead, this_process
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.randomness import position_key, position_uniform
 from lora_trainer.search.space import Parameter, Scalar, Space, describe, grid_of, space_from_json
 
@@ -40,7 +41,6 @@ FULL_BEFORE_MEDIAN = 5  # complete trials before the median prunes
 TOGETHER = "together"  # attribute of the study: trials that a process trains on one base
 # Attributes of trials in the study.
 HOLDER, DEATHS, ENDED, REASON, STEPS, SECONDS = "holder", "deaths", "ended", "reason", "steps", "seconds"
-MISSING = Problem("search needs Optuna, which is not installed.", "Install it: pip install 'lora-trainer[search]'")
 TrialState = Literal["complete", "pruned", "failed", "running"]
 
 
@@ -101,11 +101,11 @@ class TrialRow:
 
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Optuna without its messages about trials. Raises UsageError where it is not installed."""
-    try:
-        import optuna
-    except ImportError:
-        raise UsageError(MISSING) from None
+    """Optuna without its messages about trials. Raises UsageError where it cannot be used."""
+    if (reason := why_unusable("optuna")) is not None:
+        raise UsageError(Problem(f"A search needs Optuna, which {reason}.", "pip install 'lora-trainer[search]'"))
+    import optuna
+
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -202,7 +202,7 @@ def checked(request: Request) -> dict[str, Any]:
         if request.get("enforce_gates"):
             refuse_unmeasured(resolved.config.gates)
     with gathering(problems):
-        claim(order)
+        claim(order, only_looks=True)
     with gathering(problems):
         read_model(resolved.config, weights=False)
     with gathering(problems):

@@ -12,6 +12,7 @@ from typing import Any
 from lora_trainer.benchmarks.baseline import held_against
 from lora_trainer.benchmarks.trials.specs import SPECS, TableRow, beside, row_of_document
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import write_text
 from minutes.tasks import PARTS, ROW_PARTS, Task
 
@@ -66,7 +67,9 @@ def summary(lines: Sequence[Line], late: Sequence[Task]) -> str:
     skipped = [f"{line['task']}: {line.get('skipped') or line.get('failed')}" for line in lines if "rows" not in line]
     seconds, expected = (sum(line[name] for line in done) for name in ("seconds", "expected"))
     wrong = sum(not row["is_right"] for line in done for row in line["rows"])
-    head = [f"{len(done)} tasks measured in {seconds:.0f} s ({expected:.0f} expected), {wrong} rows not right"]
+    head = [
+        f"{counted(len(done), 'task')} measured in {seconds:.0f} s ({expected:.0f} expected), {counted(wrong, 'row')} not right"
+    ]
     head += [f"left out: {text}" for text in skipped]
     if late:
         head.append("no time was left for " + "; ".join(f"{task.name} (about {task.seconds:.0f} s)" for task in late))

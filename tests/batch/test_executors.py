@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from lora_trainer.batch.executors import ExecutorOptions, local, ray
@@ -36,7 +38,7 @@ def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):
 
 
 def test_all_that_is_wrong_with_the_options_of_ray_is_one_message(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     wrong = {"adress": "auto", "gpus": "2", "cpus": "none", "data": "s3", "store_gib": "-1"}
     with pytest.raises(UsageError) as refused:
         ray.check(ExecutorOptions(1, wrong))
@@ -46,7 +48,7 @@ def test_all_that_is_wrong_with_the_options_of_ray_is_one_message(monkeypatch):
         "--executor-option cpus=none is no number of CPUs.",
         "--executor-option data=s3 is neither path nor store.",
         "--executor-option store_gib=-1 is no number of GiB.",
-        "--executor ray needs Ray.",
+        "--executor ray needs Ray, which is not installed.",
     ]
 
 

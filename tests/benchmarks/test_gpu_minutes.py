@@ -225,14 +225,15 @@ def test_a_row_that_is_not_right_gives_5(command, tmp_path):
         json.dumps(line | {"rows": [{"name": "x", "is_right": False}]}), encoding="utf-8"
     )
     assert run(tmp_path) == 5
-    assert "1 rows not right" in (tmp_path / "summary.txt").read_text("utf-8")
+    assert "1 row not right" in (tmp_path / "summary.txt").read_text("utf-8")
 
 
 def test_no_gpu_gives_2(command, tmp_path, capsys):
     command.setattr(gpu_minutes, "ORDER", QUICK | {"describe": f"{WORK}describe_no_gpu"})
     command.setattr(gpu_minutes, "GPU_FILES", ("no-such-device",))
-    assert run(tmp_path) == 2
+    assert run(tmp_path / "new") == 2
     assert "--rehearse" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
     command.setattr(gpu_minutes, "GPU_FILES", ("null",))  # a GPU that torch cannot use
     assert run(tmp_path) == 0
     assert {next(iter(kind)) for _, kind in results(tmp_path)} == {"skipped"}

@@ -520,3 +520,12 @@ def test_lines_are_wrapped_only_for_a_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert len(lines) > 1
     assert all(line.startswith(" " * 7) and len(line) <= 40 for line in lines[1:])
     assert " ".join(line.strip() for line in lines) == text
+
+
+def test_a_user_without_a_home_folder_is_refused_by_name(monkeypatch, capsys):
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert main(["check", "~/images"]) == 2
+    assert "HOME" in capsys.readouterr().err

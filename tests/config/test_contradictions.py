@@ -104,7 +104,10 @@ CLASHES = [
         {"text_encoder__learning_rates": (1e-4, 0.0, 1.0)},
         (1.0, 0.0, 1.0),
     ),
-    ({"text_encoder__learning_rates": (0.0,)}, {"text_encoder__lora_rank": 4}, None),
+    ({}, {"text_encoder__learning_rates": (0.0, 0.0)}, ()),
+    ({"text_encoder__learning_rates": ()}, {"text_encoder__lora_rank": 4}, None),
+    ({"loss__prior_loss_weight": 0.0}, {"data__num_class_images": 8}, 0),
+    ({"data__sources": ["a", {"path": "b", "is_reg": True}]}, {"loss__prior_loss_weight": 0.0}, 1.0),
     ({}, {"text_encoder__lora_alpha": 4.0}, None),
     ({"flow__timestep_sampling": "mode"}, {"flow__logit_std": 2.0}, 1.0),
     ({"flow__timestep_sampling": "uniform"}, {"flow__mode_scale": 0.5}, 1.29),
@@ -154,6 +157,7 @@ def test_a_contradictory_preset_setting_is_dropped_and_named(settings, other, va
         {"captions__variants": 1},
         {"optimizer__name": "prodigy", "optimizer__learning_rate": 0.5, "text_encoder__learning_rates": (0.0, 0.5)},
         {"text_encoder__learning_rates": (5e-5,), "text_encoder__lora_rank": 4},
+        {"optimizer__name": "lion", "optimizer__learning_rate": 1e-4},
         {"validation__split": 0.0, "validation__fold": 1, "safeguards__early_stopping": True},
     ],
 )
@@ -178,6 +182,15 @@ def test_prodigy_never_takes_a_learning_rate_for_adamw():
     """Neither the default nor that of the built-in model's preset, which is large enough to pass for a factor."""
     for layers in ([], [QUALITY], [Layer("family preset builtin", {"optimizer": {"learning_rate": 0.02}})]):
         assert resolve([*layers, user(optimizer__name="prodigy")]).config.optimizer.learning_rate == 1.0
+
+
+def test_lion_takes_a_third_of_a_learning_rate_that_is_meant_for_adamw():
+    for layers in ([], [QUALITY]):
+        resolved = resolve([*layers, user(optimizer__name="lion", textual_inversion__placeholder_tokens=("<zobo>",))])
+        assert resolved.config.optimizer.learning_rate == pytest.approx(3.3e-5)
+        assert resolved.config.textual_inversion.learning_rate == pytest.approx(3.3e-4)
+        rates = [note.partition(" = ")[0] for note in resolved.notes if "learning_rate" in note]
+        assert rates == ["optimizer.learning_rate", "textual_inversion.learning_rate"]
 
 
 def test_a_resolved_config_resolves_to_itself():

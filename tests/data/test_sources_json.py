@@ -254,6 +254,18 @@ def test_a_table_with_another_column_names_it_and_the_setting(folder: Path, name
     assert ("no_caption_column", "error") in codes(read_by("nothing")[1])
 
 
+def test_a_column_without_any_table_is_noted(folder: Path) -> None:
+    def notes(column: str | None) -> tuple[str, ...]:
+        return read_manifest([SourceSection(path=str(folder))], captions=CaptionsSection(column=column))[0].notes
+
+    (folder / "a.txt").write_text("a red cat", encoding="utf-8")
+    assert [note for note in notes("text") if "captions.column=text" in note] == list(notes("text"))
+    assert len(notes("text")) == 1
+    assert notes(None) == ()
+    (folder / "metadata.csv").write_text("file_name,text\na.png,a red cat\n", encoding="utf-8")
+    assert not any("captions.column" in note for note in notes("text"))
+
+
 def test_a_table_with_other_columns_beside_its_captions_is_fine(folder: Path) -> None:
     (folder / "metadata.csv").write_text("file_name,text,score\na.png,a red cat,2\n", encoding="utf-8")
     assert read(folder)[1] == ()

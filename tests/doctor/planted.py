@@ -159,6 +159,7 @@ STATED: Mapping[str, Callable[[MachineFacts], MachineFacts]] = {
         attention={},
     ),
     "diffusers outside of its range": facts_with(versions=HEALTHY.versions | {"diffusers": "0.35.0"}),
+    "a library that does not load": facts_with(broken={"xformers": "does not load (undefined symbol)"}),
     "another torch than tested": facts_with(versions=HEALTHY.versions | {"torch": "2.9.1"}),
     "old Python": system_with(python=(3, 10, 12)),
     "32-bit Python": system_with(bits=32),

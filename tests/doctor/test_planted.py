@@ -39,6 +39,7 @@ WARNINGS = {
     "power cap",
     "persistence off",
     "another program on the GPU",
+    "a library that does not load",
     "another torch than tested",
     "container with half a CPU",
     "other programs use the CPUs",

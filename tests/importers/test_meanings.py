@@ -11,11 +11,14 @@ import torch
 
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema import SampleSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.imported import Imported, import_file
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.optim.layers import last_match, layer_notes
+
+USUAL = (SampleSection().num_inference_steps, SampleSection().guidance_scale)
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:
@@ -166,6 +169,28 @@ def test_diffusers_class_images_are_generated_where_the_folder_has_none(tmp_path
     verdict, why = verdict_of(imported, "with_prior_preservation")
     assert verdict == "changed"
     assert "with the images that class_data_dir has; diffusers adds as many class images to each batch" in why
+
+
+@pytest.mark.parametrize(
+    ("prompts", "used", "left_out"),
+    [
+        ("a cat --s 20 --l 5\na dog --l 5 --s 20", (20, 5.0), ()),
+        ("a cat --s 20 --w 512\na dog", USUAL, ("--s", "--w")),
+        ("a cat --l 4 --d 1\na dog --l 5 --d 2", USUAL, ("--l", "--d")),
+        ("a cat --s few", USUAL, ("--s",)),
+    ],
+)
+def test_options_behind_prompts_are_read_or_named(
+    prompts: str, used: tuple[int, float], left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text(f"# of kohya\n{prompts}\n", encoding="utf-8")
+    imported = kohya_with(tmp_path, 'sample_prompts = "prompts.txt"')
+    sample = imported.config.sample
+    assert sample.prompts == ("a cat", "a dog")[: len(sample.prompts)]
+    assert (sample.num_inference_steps, sample.guidance_scale) == used
+    verdict, why = verdict_of(imported, "sample_prompts")
+    assert verdict == ("changed" if left_out else "mapped")
+    assert all(option in why for option in left_out)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
+from lora_trainer.run import caching, room
 from lora_trainer.run import train as run_module
 from lora_trainer.run.folder import LOCK
-from tests.recipes.recipe import Bench, draw_images, patched, record, rows
+from tests.recipes.recipe import Bench, contents, draw_images, patched, record, rows
 
 
 def with_data(bench: Bench, data: Path) -> Bench:
@@ -182,6 +184,63 @@ def test_a_dry_run_of_refused_data_shows_its_plan(bench, tmp_path, capsys):
     output = capsys.readouterr()
     assert "settings that a preset, file or flag set" in output.out
     assert "1 of 10 files has no caption" in output.err
+
+
+@pytest.mark.parametrize("command", ["train", "produce"])
+def test_a_dry_run_refuses_what_the_run_refuses(
+    command: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = draw_images(tmp_path / "images")
+    (bench.folder("used") / "checkpoints").mkdir(parents=True)
+    (bench.folder("used") / "run.json").write_text('{"status": "done", "steps": 6}', encoding="utf-8")
+    (bench.folder("other")).mkdir()
+    (bench.folder("other") / "notes.txt").write_text("not a run", encoding="utf-8")
+    (tmp_path / "file").touch()
+    nowhere = bench.output / "nowhere"
+    settings: dict[str, dict[str, object]] = {
+        "used": {},
+        "other": {},
+        "scratch": {"checkpoint__scratch": nowhere},
+        "tracker": {"run__trackers": '["wandb"]'},
+        "swa": {"train__swa_start": 5},
+        "unvalidated": {"validation__split": 0, "checkpoint__keep_best": 1, "validation__every_n_steps": 2},
+        "adapter": {"lora__network_weights": nowhere},
+    }
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    before = sorted(tmp_path.rglob("*"))
+    for dry in ((), ("--dry-run",)):
+        for name, own in settings.items():
+            assert bench.run(name, *dry, command=command, **own) == 2, (name, dry)
+        assert replace(bench, output=tmp_path / "file").run("file", *dry, command=command) == 2
+        assert replace(bench, data=inside, output=inside).run("inside", *dry, command=command) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_refuses_a_full_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 0)
+    assert bench.run("full", "--dry-run") == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(caching, "free_bytes", lambda folder: 0)
+    own = replace(bench, cache=bench.output / "cache")
+    assert own.run("full", "--dry-run") == own.run("full", "--dry-run", command="cache") == 2
+
+
+def test_a_dry_run_of_a_resumed_run_refuses_what_cannot_be_changed(finished: Bench, tmp_path: Path) -> None:
+    own = replace(finished, output=tmp_path)
+    shutil.copytree(finished.folder("first"), own.folder("first"))
+    (own.folder("first") / "report.html").unlink()  # which a run would write again
+    before = contents(tmp_path)
+    assert own.run("first", "--resume", "--dry-run", steps=8, lora__rank=8) == 2
+    assert own.run("first", "--resume", "--dry-run") == 0
+    assert contents(tmp_path) == before
+
+
+def test_a_resumed_run_names_the_data_that_has_changed(finished: Bench, tmp_path: Path, capsys) -> None:
+    own = replace(finished, data=tmp_path / "images")
+    shutil.copytree(finished.data, own.data)
+    (own.data / "image_3.txt").write_text("another caption", encoding="utf-8")
+    assert own.run("first", "--resume", "--dry-run", steps=8) == 2
+    assert "image_3.png (caption)" in capsys.readouterr().err
 
 
 def test_a_caption_that_may_be_missing(bench, tmp_path, capsys):

@@ -223,7 +223,7 @@ def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, cap
     assert night.jobs("status")["fir"] == "done"
 
 
-def test_a_batch_exports_a_lost_lora_again(over, tmp_path, steps_trained):
+def test_a_batch_exports_a_lost_lora_again(over, tmp_path, steps_trained, capsys):
     shutil.copytree(over.night.output, tmp_path / "night")
     night = replace(over.night, output=tmp_path / "night")
     attempts, files = night.jobs("attempts"), exported(night.output / "ash")
@@ -233,6 +233,7 @@ def test_a_batch_exports_a_lost_lora_again(over, tmp_path, steps_trained):
     (night.output / "birch" / "birch.safetensors").write_bytes(whole)
     before = contents(night.output / "elm")
     assert night.run("--resume") == 3  # of the data that was refused
+    assert "2 finished jobs among them, whose LoRA or run is missing or damaged: ash, birch" in capsys.readouterr().out
     assert night.jobs("status")["ash"] == night.jobs("status")["birch"] == "done"
     changed = {name for name, count in night.jobs("attempts").items() if count != attempts[name]}
     assert changed == {"ash", "birch", *(name for name in attempts if night.jobs("status")[name] == "refused"), "fir"}
@@ -589,6 +590,14 @@ def test_errors_that_concern_the_whole_batch_are_refused_first(night, tmp_path, 
         assert contents(tmp_path).keys() == before.keys(), what
     assert main(["batch", str(tmp_path / "absent"), "--executor", "cloud", "--jobs", "-1"]) == 2
     assert "3 problems" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_the_folder_of_an_earlier_run(night):
+    earlier = night.output / "ash"
+    earlier.mkdir(parents=True)
+    (earlier / "run.json").write_text('{"status": "stopped", "steps": 3}', encoding="utf-8")
+    assert night.run("--dry-run") == 2
+    assert night.run("--dry-run", "--resume") == 0
 
 
 def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys):

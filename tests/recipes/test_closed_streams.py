@@ -1,16 +1,19 @@
-"""Commands whose standard streams are closed, as services start them: they end as with open ones, and write the same."""
+"""Commands whose standard streams are closed, or lost while they work: they end as with open ones, and write the same."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from lora_trainer.builtin import DATA_FOLDER
 from lora_trainer.cli.main import COMMANDS
 from tests.recipes.recipe import Bench, exported, record, rows
 
@@ -154,16 +157,76 @@ def test_objects_that_only_write_stay_the_streams(bench: Bench) -> None:
     assert code_of(["-c", WITH_A_TEE.format(data=str(bench.data))], "", program="") == 0
 
 
-READER_LEFT = {"stdout": ["presets"], "stderr": ["no-such-command"]}
-
-
-@pytest.mark.parametrize("stream", READER_LEFT)
-def test_a_pipe_that_closed_early_ends_with_1(stream: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "lora_trainer", *READER_LEFT[stream]]
-    other = "stderr" if stream == "stdout" else "stdout"
-    ended = subprocess.run(command, **{stream: writer, other: subprocess.PIPE}, check=False)  # type: ignore[call-overload]
+@pytest.mark.parametrize(
+    ("command", "reader", "code"),
+    [
+        (["presets"], "left", 1),  # without its output it was in vain
+        (["presets"], "full", 1),
+        (["check", str(DATA_FOLDER), "--json"], "full", 1),
+        (["train", "--explain"], "full", 0),
+        (["no-such-command"], "left", 2),
+    ],
+    ids=["prints-left", "prints-full", "json", "works", "error"],
+)
+def test_output_that_is_lost_changes_the_code_of_what_only_prints(command: list[str], reader: str, code: int) -> None:
+    left, writer = os.pipe()
+    os.close(left)
+    with open("/dev/full", "wb") as full:
+        stdout, stderr = (full.fileno(), writer) if reader == "full" else (writer, full.fileno())
+        program = [sys.executable, "-m", "lora_trainer", *command]
+        assert subprocess.run(program, stdout=stdout, stderr=stderr, check=False).returncode == code
     os.close(writer)
-    assert ended.returncode == 1
-    assert not getattr(ended, other)
+
+
+def test_a_run_outlives_the_readers_of_its_output(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in the test below, in this process: stdout has no reader from its first line on, stderr is on a full disk."""
+    own, (reader, writer), full = (os.dup(1), os.dup(2)), os.pipe(), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(writer, 1)
+    os.dup2(full, 2)
+    os.close(writer)
+    monkeypatch.setattr(sys, "stdout", open(1, "w", buffering=1, closefd=False, encoding="utf-8"))  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False, encoding="utf-8"))  # noqa: SIM115
+
+    def read_a_line() -> None:
+        os.read(reader, 1)
+        os.close(reader)
+
+    leaving = threading.Thread(target=read_a_line)
+    leaving.start()
+    try:
+        code = bench.run("lost", steps=3)
+    finally:
+        for number, kept in enumerate(own, 1):
+            os.dup2(kept, number)
+        for number in (*own, full):
+            os.close(number)
+        leaving.join()
+    assert code == 0
+    assert exported(bench.folder("lost"))["kohya"]
+
+
+@pytest.mark.slow
+def test_a_training_outlives_the_readers_of_its_output(bench: Bench) -> None:
+    """`train … | tee log` whose tee is killed, and a log on a disk that is full."""
+    command = [sys.executable, "-m", "lora_trainer", *bench.arguments("left", steps=3)]
+    with open("/dev/full", "wb") as full, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline()
+        training.stdout.close()
+        training.send_signal(signal.SIGPIPE)
+        assert training.wait() == 0
+    assert record(bench.folder("left"))["status"] == "done"
+    assert exported(bench.folder("left"))["kohya"]
+
+
+def test_output_waits_for_a_slow_reader() -> None:
+    """Also where another program left the pipe in a mode in which a full one refuses."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    program = "from lora_trainer.core.terminal import *; outlive_readers(); print('x' * 10**6); print(lost_output())"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=writer) as printing, open(reader, "rb") as pipe:
+        os.close(writer)
+        assert pipe.read() == b"x" * 10**6 + b"\nNone\n"
+    assert printing.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
+from lora_trainer.core import imports
 from lora_trainer.core.errors import UsageError
 from lora_trainer.run import caching
 from lora_trainer.run.bases import find
@@ -71,15 +73,41 @@ def test_every_missing_library_is_refused_before_work(bench, monkeypatch, capsys
     assert not bench.folder("run").exists()
 
 
-@pytest.mark.usefixtures("untouched")
-def test_a_library_that_does_not_load_is_refused_before_work(bench, monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def broken_bitsandbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is installed, and its import fails."""
     (tmp_path / "broken" / "bitsandbytes").mkdir(parents=True)
-    (tmp_path / "broken" / "bitsandbytes" / "__init__.py").write_text("raise OSError('no CUDA here')", encoding="utf-8")
-    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    text = f"raise {getattr(request, 'param', 'RuntimeError')}('no CUDA here')"
+    (tmp_path / "broken" / "bitsandbytes" / "__init__.py").write_text(text, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    del sys.modules["bitsandbytes"]
+    monkeypatch.setattr(imports, "_broken", {})
     monkeypatch.syspath_prepend(tmp_path / "broken")
-    assert bench.run("run", optimizer__name="adamw8bit") == 2
-    assert "no CUDA here" in capsys.readouterr().err
-    assert not bench.folder("run").exists()
+
+
+@pytest.mark.usefixtures("untouched", "broken_bitsandbytes")
+@pytest.mark.parametrize(
+    "broken_bitsandbytes", ["RuntimeError", "OSError", "AttributeError", "ImportError"], indirect=True
+)
+def test_a_library_that_does_not_load_is_refused_before_work(bench, capsys):
+    for settings in ({"optimizer__name": "adamw8bit"}, {"memory__weight_dtype": "nf4"}):
+        assert bench.run("run", **settings) == 2
+        assert "no CUDA here" in capsys.readouterr().err
+        assert not bench.folder("run").exists()
+
+
+@pytest.mark.usefixtures("broken_bitsandbytes")
+def test_a_presets_library_that_does_not_load_is_given_up(bench, capsys):
+    assert bench.run("run", "--dry-run", "--preset", "balanced") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith('optimizer.name = "adamw8bit"') and "no CUDA here" in line for line in shown) == 1
+
+
+@pytest.mark.usefixtures("broken_bitsandbytes")
+def test_doctor_names_a_library_that_does_not_load(capsys):
+    main(["doctor", "--json"])
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    assert [line["level"] for line in lines if line["name"] == "bitsandbytes"] == ["warning"]
 
 
 @pytest.mark.usefixtures("without_bitsandbytes", "untouched")

@@ -11,6 +11,7 @@ import shutil
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -170,13 +171,29 @@ def test_missing_files_are_named(finished: Bench, tmp_path: Path) -> None:
     assert page.charts == set()
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"config": 3, "scores": [], "lora": "x", "steps": null}', "{"])
-def test_a_damaged_record_still_gives_a_report_or_is_refused(content: str, tmp_path: Path, capsys) -> None:
-    (tmp_path / "run.json").write_text(content, encoding="utf-8")
-    code = main(["report", str(tmp_path)])
-    assert code in (0, 2)
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"config": 3, "scores": [], "lora": "x", "steps": null}', "{"])
+def test_a_damaged_record_is_refused_and_leaves_the_pages(content: str, tmp_path: Path, capsys) -> None:
+    runs = [tmp_path / name for name in ("whole", "damaged")]
+    for run in runs:
+        run.mkdir()
+        (run / "report.html").write_text("as it was", encoding="utf-8")
+        (run / "run.json").write_text('{"config": {"lora": {"rank": 4}}}', encoding="utf-8")
+    (tmp_path / "damaged" / "run.json").write_text(content, encoding="utf-8")
+    assert main(["report", str(runs[1])]) == 2
+    assert main(["report", *map(str, runs)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
-    assert (tmp_path / "report.html").is_file() == (code == 0)
+    assert not (tmp_path / "comparison.html").exists()
+    assert [(run / "report.html").read_text("utf-8") for run in runs] == ["as it was"] * 2
+    assert main(["report", str(runs[0])]) == 0
+
+
+@pytest.mark.parametrize(
+    "odd", [{"scores": [], "lora": "x"}, {"dataset": 3, "steps": None}, {"config": {"train": 3}, "files": []}]
+)
+def test_a_record_with_odd_parts_still_gives_a_report(odd: dict[str, Any], finished: Bench, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(record(finished.folder("first")) | odd), encoding="utf-8")
+    assert main(["report", str(tmp_path)]) == 0
 
 
 def test_the_exported_step_is_marked_next_to_the_best(finished: Bench, tmp_path: Path) -> None:

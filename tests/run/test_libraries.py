@@ -52,6 +52,26 @@ import bitsandbytes
 """
 
 
+WITH_A_BROKEN_ONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from lora_trainer.config.schema import Config
+from lora_trainer.run.libraries import import_libraries
+import_libraries(Config())
+print("peft" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_library_that_does_not_load_keeps_no_other_from_loading(tmp_path):
+    """In another program's process, where nothing is hidden: peft and diffusers import what they find."""
+    for name in OPTIONAL:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('built for another torch')", encoding="utf-8")
+    program = [sys.executable, "-c", WITH_A_BROKEN_ONE, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 @pytest.mark.parametrize("before", ["", "import diffusers"])
 def test_a_command_does_not_change_the_session_that_calls_it(before):
     program = [sys.executable, "-c", IN_A_SESSION.format(before=before)]

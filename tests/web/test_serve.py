@@ -12,12 +12,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from lora_trainer.cli import ui
 from lora_trainer.cli.main import main
 from tests.web.site import write_run
 
@@ -89,7 +87,7 @@ def test_wrong_arguments_are_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(ui, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     wrong = ["--port", "70000", "--root", str(tmp_path / "nothing"), "--output", str(tmp_path / "file"), "--shared"]
     assert main(["ui", *wrong]) == 2
     printed = capsys.readouterr().err

@@ -138,7 +138,9 @@ def be_worker(environment: Mapping[str, str], work: Callable[[], int | None]) ->
         os.setsid()  # Ctrl-C reaches the parent, which tells its workers once
     threading.Thread(target=_follow_parent, daemon=True).start()
     from lora_trainer.core.quiet import quieten_libraries
+    from lora_trainer.core.terminal import outlive_readers
 
+    outlive_readers()
     quieten_libraries()
     with listening(silent=True):  # the parent says it once for all
         code = work()

@@ -9,7 +9,6 @@ travel through Ray's object store (`data_pack.py`). Ray's own retries are off: t
 from __future__ import annotations
 
 import getpass
-import importlib.util
 import math
 import os
 import shutil
@@ -33,6 +32,7 @@ from lora_trainer.batch.job_store import JobStore, QueuedJob
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, gathering, nearest
 from lora_trainer.core.findings import counted
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import code_of_signal
 from lora_trainer.core.version import __version__
 from lora_trainer.data.moved import data_below
@@ -89,8 +89,8 @@ def check(options: ExecutorOptions) -> None:
         problems.append(Problem(f"--executor-option data={data} is neither path nor store.", "For example: data=store"))
     if not 0.0 < number(most := chosen(options, "store_gib")) < math.inf:
         problems.append(Problem(f"--executor-option store_gib={most} is no number of GiB.", "For example: store_gib=8"))
-    if importlib.util.find_spec("ray") is None:
-        problems.append(Problem("--executor ray needs Ray.", "pip install 'lora-trainer[ray]'"))
+    if (reason := why_unusable("ray")) is not None:
+        problems.append(Problem(f"--executor ray needs Ray, which {reason}.", "pip install 'lora-trainer[ray]'"))
     if problems:
         raise UsageError(problems)
     found = connect(chosen(options, "address"))

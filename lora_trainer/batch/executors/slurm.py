@@ -7,7 +7,6 @@ over saves, and requeues itself, as it does when a failed job is to be repeated;
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from lora_trainer.batch.executors import ExecutorOptions
 from lora_trainer.batch.job_store import SILENT_SECONDS, JobStore, QueuedJob
 from lora_trainer.core.errors import SIGNALED, Problem, TrainingFailed, UsageError, UserError
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import listening
 from lora_trainer.run.order import plain_console
 
@@ -65,8 +65,9 @@ def sbatch_options(values: Mapping[str, str]) -> dict[str, str | bool]:
 def check(options: ExecutorOptions) -> None:
     """Ask SLURM whether it would take such jobs. Raises UsageError where it would not, or does not answer."""
     chosen = sbatch_options(options.values)
-    if importlib.util.find_spec("submitit") is None:
-        raise UsageError(Problem("--executor slurm needs submitit.", "pip install 'lora-trainer[slurm]'"))
+    if (reason := why_unusable("submitit")) is not None:
+        message = f"--executor slurm needs submitit, which {reason}."
+        raise UsageError(Problem(message, "pip install 'lora-trainer[slurm]'"))
     if missing := [program for program in ("sbatch", "srun", "squeue") if shutil.which(program) is None]:
         message = f"This machine has no {' and no '.join(missing)}."
         raise UsageError(Problem(message, "Run it on a login node of the SLURM cluster, or choose --executor local."))

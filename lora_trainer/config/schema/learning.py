@@ -106,7 +106,9 @@ class OptimizerSection(Section):
     """The optimizer and gradient clipping."""
 
     name: OptimizerName = setting(
-        "adamw", "fixed", "optimizer; `lion` needs a third to a tenth of AdamW's learning rate, `prodigy` finds its own"
+        "adamw",
+        "fixed",
+        "optimizer; `lion` needs a third to a tenth of AdamW's learning rate and takes a third of a preset's, `prodigy` finds its own",
     )
     learning_rate: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
         1e-4, "changes training", "peak learning rate; for `prodigy` a factor on the one that it finds, 1.0 unless set"

@@ -102,11 +102,15 @@ def mark_used(work: Work[Prepared]) -> Shelf:
     return shelf
 
 
-def refuse_unwritable(folder: Path, lacking: str) -> None:
+def refuse_unwritable(folder: Path, lacking: str, *, only_looks: bool = False) -> None:
     """Raise UsageError, before any work, for a cache that lacks what a run needs and that may not be written to."""
     try:
-        with Claims(folder):
-            pass
+        if not only_looks:
+            with Claims(folder):
+                return
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not os.access(existing, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise refused(folder, error) from error

@@ -144,6 +144,7 @@ def read_beside(
     if listed is not None and request.ending is None:
         return Beside(listed, _weight_in(image, documents, read, request, reading))
     _find_doubtful(image, documents, reading)
+    reading.tables += 1
     try:
         described = description_of(read(documents[0].name), request.columns)
     except TextError as error:

@@ -78,6 +78,7 @@ class SourceReading:
     reported: set[Path] = field(default_factory=set)  # images whose caption has an error already
     unread: Counter[str] = field(default_factory=Counter)  # files of a source that are not read, by their ending
     weights: list[float] = field(default_factory=list)  # that tables and JSON of a source give its images
+    tables: int = 0  # tables and JSON that captions were looked for in
     without_caption: list[str] = field(default_factory=list)  # JSON beside images of a source that holds none
     filled: Counter[tuple[str, ...]] = field(default_factory=Counter)  # keys of captions in JSON beside its images
     first_filled: dict[tuple[str, ...], Path] = field(default_factory=dict)  # the first image of each of these

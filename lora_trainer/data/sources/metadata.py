@@ -170,6 +170,7 @@ def find_columns(
 ) -> None:
     """A finding for a table with several columns of captions, or with none. `filled` counts the columns of captions that
     rows fill together; `others` are the columns in place of one."""
+    reading.tables += 1
     if uses := mixed_columns(filled):
         fix = "To use one column of captions alone, name it with captions.column."
         reading.find("mixed_columns", "note", f"has captions in several columns: {uses}.", fix, path)

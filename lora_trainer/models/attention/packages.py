@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.core.imports import is_installed
+from lora_trainer.core.imports import why_unusable
 
 FROM = {
     "xformers": "pip install xformers",
@@ -15,11 +15,11 @@ MODULES = {"xformers": "xformers", "flash2": "flash_attn", "flash3": "flash_attn
 
 
 def lacking(name: str) -> Problem | None:
-    """The problem of a backend whose package is not installed, or None; nothing is imported."""
+    """The problem of a backend whose package is not installed or does not load, or None. The package is imported."""
     module = MODULES.get(name)
-    if module is None or is_installed(module):
+    if module is None or (reason := why_unusable(module)) is None:
         return None
     return Problem(
-        f"hardware.attention_backend={name}: {name} is not installed ({FROM[name]}).",
+        f"hardware.attention_backend={name}: {name} {reason} ({FROM[name]}).",
         "Install it, or set hardware.attention_backend=auto.",
     )

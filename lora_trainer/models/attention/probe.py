@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import is_out_of_memory
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.models.attention.kinds import KINDS, math
-from lora_trainer.models.attention.packages import DISTRIBUTIONS, FROM
+from lora_trainer.models.attention.packages import DISTRIBUTIONS, FROM, MODULES
 from lora_trainer.models.attention.shapes import AttentionShape
 
 TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a GPU
@@ -40,8 +41,11 @@ def _probe_one(name: str, dtype: torch.dtype, device: torch.device, shape: Atten
         mixed = KINDS[name](*parts)
         mixed.backward(upstream)
     except ImportError:
-        here = _installed(name)  # but its import fails, or it is hidden where it has no use
-        return f"{name} cannot be used on {device.type} here" if here else f"{name} is not installed ({FROM[name]})"
+        if not _installed(name):
+            return f"{name} is not installed ({FROM[name]})"
+        # On a CPU it is hidden, since it has no use there.
+        reason = None if device.type == "cpu" else why_unusable(MODULES[name])
+        return f"{name} {reason or f'cannot be used on {device.type} here'}"
     except (NotImplementedError, RuntimeError, ValueError, OSError, AttributeError, AssertionError, TypeError) as error:
         if is_out_of_memory(error):
             return f"{name} runs out of memory at {shape.label}"

@@ -10,7 +10,6 @@ and all stored values are plain tensors.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.imports import shown
+from lora_trainer.core.imports import why_unusable
 from lora_trainer.models.quantization.eight_bits import SCALE
 
 BLOCK = 64  # numbers with one scale
@@ -28,12 +27,9 @@ KIND = "nf4"
 
 def need_library() -> None:
     """Raise UsageError, with the command that helps, where bitsandbytes cannot be used."""
-    try:
-        with shown("bitsandbytes"):  # hidden where the settings do not name it: the plan may choose it later
-            importlib.import_module("bitsandbytes")
-    except Exception as error:  # an installed library that fails to load raises all kinds
-        message = f"memory.weight_dtype=nf4 needs bitsandbytes, which cannot be used ({str(error)[:100]})."
-        raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.weight_dtype=int8.")) from error
+    if (reason := why_unusable("bitsandbytes")) is not None:
+        message = f"memory.weight_dtype=nf4 needs bitsandbytes, which {reason}."
+        raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.weight_dtype=int8."))
 
 
 def widened(packed: Tensor, scale: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -165,7 +165,7 @@ def gguf_package(module: str) -> Any:
     """A module of ggml's package. Raises UsageError, with the command that helps, where it is not installed."""
     try:
         return importlib.import_module(f"gguf.{module}")
-    except ImportError as error:
+    except Exception as error:  # an installed library that fails to load raises all kinds
         message = f"A quantized GGUF file needs the package gguf, which cannot be used ({str(error)[:100]})."
         raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'")) from error
 
