@@ -254,8 +254,8 @@ raise SystemExit(code)
 @pytest.mark.parametrize(
     ("command", "offline"),
     [
-        ("train --dry-run", True),
-        pytest.param("check", True, marks=pytest.mark.slow),
+        ("check", True),
+        pytest.param("train --dry-run", True, marks=pytest.mark.slow),
         pytest.param("train", True, marks=pytest.mark.slow),
         pytest.param("train", False, marks=pytest.mark.slow),
     ],
