@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -81,10 +82,18 @@ def frozen_libraries() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def new_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders that do not exist yet. `mktemp` would list all that it made before, thousands of times."""
+    place = tmp_path_factory.mktemp("cache")
+    return (place / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache_folder(new_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test has its own cache folder."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = next(new_folders)
+    folder.mkdir()
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(folder))
     return folder
 

@@ -77,11 +77,13 @@ def test_the_stored_baseline_has_every_part_and_states_its_origin() -> None:
     assert all(len(ratios) >= 2 for ratios in document["speed"].values())
 
 
+@pytest.mark.slow
 def test_the_memory_plans_are_those_of_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "memory"]) == 0
     assert "plans: at most +0.0% of memory and operations" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_bigger_plan_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Planted: what a process holds beside the allocator. Small GPUs recompute more, or nothing fits."""
     monkeypatch.setattr(estimate, "CONTEXT_GIB", estimate.CONTEXT_GIB + 5.4)
@@ -135,6 +137,7 @@ def test_a_slower_step_fails(
     assert "worse         step: ours over usual: " in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "factor", "code"),
     [
@@ -158,6 +161,7 @@ def scaled(error: Any, factor: float) -> Any:
     return lambda *arguments: factor * error(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_plans")
 def test_what_is_missing_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "old.json"

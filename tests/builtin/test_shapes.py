@@ -18,6 +18,7 @@ from lora_trainer.cli.main import main
 FAMILIES = {"sdxl": "sdxl", "flow": "sd3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_base_is_made_resumed_and_trained_on(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = [shape, str(tmp_path / "base"), "--images", "5", "--batch", "2"]

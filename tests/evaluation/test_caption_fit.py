@@ -80,6 +80,7 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_command_names_a_swapped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = write_shapes(tmp_path / "shapes", 6)
     one, other = (paths[place].with_suffix(".txt") for place in (1, 4))

@@ -118,6 +118,7 @@ def test_where_captions_are_alike_half_of_the_prompts_have_words_added(samples: 
     assert set(places_of(range(6), 6, 6)) == set(range(6))
 
 
+@pytest.mark.slow
 def test_progress_is_counted_exactly_where_images_have_several_shapes(
     trained: Path, base: Path, samples: list[EncodedSample]
 ) -> None:
@@ -169,6 +170,7 @@ def test_what_is_not_measured_is_named_and_leaves_the_score(
         assert report.outcome != "passed"
 
 
+@pytest.mark.slow
 def test_the_planned_forward_passes_are_exact_in_every_round_and_without_what_is_cached(
     trained: Path, base: Path, samples: list[EncodedSample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +351,7 @@ def test_before_and_after(trained: Path, base: Path, tmp_path: Path) -> None:
     assert difference.abs().max() <= 2  # alone or in a batch, the same image up to rounding
 
 
+@pytest.mark.slow
 def test_a_second_verdict_reads_what_depends_on_the_base_alone(
     trained: Path, base: Path, samples: list[EncodedSample], tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from diffusers import (
-    AnimaAutoBlocks,
     AnimaTextConditioner,
     AutoencoderKL,
     AutoencoderKLFlux2,
@@ -212,6 +211,8 @@ def tiny_flow_pipeline(tokenizer: CLIPTokenizer, kind: str) -> DiffusionPipeline
 
 def tiny_anima() -> Any:
     """Of modular blocks, whose pipeline takes no Path to save to."""
+    from diffusers import AnimaAutoBlocks  # imports all modular pipelines, which takes seconds
+
     pipeline = AnimaAutoBlocks().init_pipeline()
     pipeline.update_components(
         vae=tiny_video_vae(),

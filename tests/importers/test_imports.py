@@ -345,7 +345,7 @@ def deep(keys: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_file_is_read_or_refused_with_a_message(data: st.DataObject) -> None:
     source = {"path": "p", "folder_path": "p", "image_dir": "p", "instance_data_dir": "p"}

@@ -77,6 +77,7 @@ def gradients(model: nn.Module, x: Tensor, *more: Tensor | None) -> list[Tensor]
     return [first.grad, *(value.grad for value in model.parameters() if value.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", get_args(CompileMode))
 def test_each_mode_compiles_and_computes_what_eager_does(mode: str) -> None:
     plain, model, x = denoiser(Block, ["layer"]), denoiser(Block, ["layer"]), torch.randn(2, 8)

@@ -40,6 +40,7 @@ def momentum(groups, config):
     return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.beta1)
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_one_entry(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_an_optimizer_is_one_entry(
     assert "Did you mean momentum?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_weighting_is_one_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WEIGHTINGS, "late", lambda config, process: lambda t: (t > 500).float() + 1.0)
     assert bench.run("plain", steps=3) == 0
@@ -127,6 +129,7 @@ def kronecker_updates(
 KRONECKER = AdapterKind(put_kronecker, kronecker_updates, plain_forms)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_one_entry(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -251,14 +251,9 @@ raise SystemExit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "offline"),
-    [
-        ("train --dry-run", True),
-        pytest.param("check", True, marks=pytest.mark.slow),
-        pytest.param("train", True, marks=pytest.mark.slow),
-        pytest.param("train", False, marks=pytest.mark.slow),
-    ],
+    ("command", "offline"), [("train --dry-run", True), ("check", True), ("train", True), ("train", False)]
 )
 def test_a_separate_process_opens_no_socket(
     bench: Bench, tiny_model: Path, tmp_path: Path, command: str, offline: bool

@@ -96,6 +96,7 @@ def files_of(run: Path) -> dict[str, float]:
     return {str(path.relative_to(run)): path.stat().st_mtime for path in (run / "folds").rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_each_half_is_kept_from_one_fold(folded: Path) -> None:
     one, other = (trained_by(folded / "folds" / number) for number in "12")
     assert one | other == trained_by(folded) == {*(f"image_{index}" for index in range(6)), "copy_0", "mirror_1"}
@@ -105,6 +106,7 @@ def test_each_half_is_kept_from_one_fold(folded: Path) -> None:
         assert pair <= one or pair <= other
 
 
+@pytest.mark.slow
 def test_both_folds_train_as_the_run_did(folded: Path) -> None:
     runs = [record(folded / "folds" / number) for number in "12"]
     epochs = record(folded)["steps"] / record(folded)["arithmetic"]["steps_per_epoch"]
@@ -119,6 +121,7 @@ def test_both_folds_train_as_the_run_did(folded: Path) -> None:
     assert [fold["config"]["validation"]["fold"] for fold in runs] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_verdict_says_whose_gain_it_is(folded: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, now = record(whole)["lora"], record(folded)["lora"]
     assert not before["parts"]["learned"]["measured"]
@@ -140,6 +143,7 @@ def test_the_verdict_says_whose_gain_it_is(folded: Path, whole: Path, capsys: py
     assert "validation loss of the two folds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_validate_shows_what_was_measured(folded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = record(folded)["lora"]
     plain, error = validate(capsys, folded, "--folds")
@@ -163,6 +167,7 @@ def test_the_command_is_named_where_it_would_be_accepted(whole: Path) -> None:
     assert fix_of({"trained": 3, "unseen": 0}) == ""
 
 
+@pytest.mark.slow
 def test_a_second_call_trains_nothing(folded: Path) -> None:
     before = files_of(folded)
     lines = again(folded)
@@ -170,6 +175,7 @@ def test_a_second_call_trains_nothing(folded: Path) -> None:
     assert files_of(folded) == before
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written_is_named(folded: Path) -> None:
     run = Path(shutil.copytree(folded, folded.parent / "without_report"))
     (run / "report.html").unlink()
@@ -178,6 +184,7 @@ def test_a_report_that_cannot_be_written_is_named(folded: Path) -> None:
     assert record(run)["lora"] == record(folded)["lora"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_a_fold_without_its_lora_is_trained_again(folded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Path(shutil.copytree(folded, folded.parent / "lost"))
@@ -191,6 +198,7 @@ def test_a_fold_without_its_lora_is_trained_again(folded: Path, capsys: pytest.C
     assert not (run / "folds" / "learned.json").exists(), "it is of the LoRA that was there before"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_an_interrupted_call_continues_to_the_same_bytes(folded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A fold of another learning rate is trained again; stopped in its third step, it continues."""

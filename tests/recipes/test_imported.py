@@ -44,6 +44,7 @@ num_repeats = 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (BASE_FOLDER / "unet").is_dir(), reason="the base has not been trained yet")
 def test_a_kohya_config_trains_to_the_end(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, ours = tmp_path / "kohya.toml", tmp_path / "ours.toml"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -111,9 +108,3 @@ def test_nested_settings_and_a_file_are_layers(bench, tmp_path):
     (source,), origin = explained["data.sources"]
     assert (source["path"], origin) == (str(bench.data), "data")
     assert explained["optimizer.beta1"][1] == "default"
-
-
-def test_importing_it_loads_no_torch(checkout: Path):
-    program = "import sys; from lora_trainer import ProductionTrainer; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=checkout)
-    assert done.stdout.strip() == "False"

@@ -296,6 +296,7 @@ def test_wrong_flags_are_all_named(search, bench, capsys, tmp_path):
     assert not bench.folder("a").exists()
 
 
+@pytest.mark.slow
 def test_the_range_test_suggests_a_learning_rate_and_keeps_no_weights(bench, capsys):
     arguments = bench.arguments(
         "range", "--low", "1e-4", "--high", "10", command="search", steps=20, validation__split=0.2

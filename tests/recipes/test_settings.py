@@ -89,6 +89,7 @@ def test_target_modules_decide_what_is_trained(targets, present, absent, bench):
     assert not any(absent in name for name in names)
 
 
+@pytest.mark.slow
 def test_sampling_while_training_does_not_change_the_run(finished, bench):
     assert bench.run("first", sample__every_n_steps=2, gates__lora_check="lite") == 0
     drawn = {path.name for path in (bench.folder("first") / "samples").iterdir()}

@@ -28,6 +28,7 @@ def in_several_files(model: Path, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_sharded_model_trains_resumes_and_exports_like_a_single_file(
     finished: Bench, bench: Bench, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from tests.recipes.recipe import Bench, draw_images, header_of, record, rows, sa
 CPU = torch.device("cpu")
 RATES = {"sd15": "[1e-2]", "sd2": "[1e-2]", "sdxl": "[1e-2, 5e-3]", "sd3": "[1e-2, 5e-3, 1e-2]", "flux": "[1e-2]"}
 RANK, TEXT_RANK = 4, 2  # with alphas 8 and 6
-FAMILY_CASES = [pytest.param(name, marks=() if name == "sdxl" else pytest.mark.slow) for name in RATES]
+FAMILY_CASES = [pytest.param(name, marks=() if name == "sd15" else pytest.mark.slow) for name in RATES]
 
 
 @pytest.fixture(scope="module", params=FAMILY_CASES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +39,14 @@ NEEDS = {  # by the name of a call: a required keyword and its value
     "numpy.load": ("allow_pickle", False),
 }
 METHODS_NEVER = {"extractall", "extract", "set_start_method", "run_module"}
+FORBIDDEN_KEYWORDS = {"shell", "trust_remote_code", "allow_pickle"}
+# A file without any of these names has no fault, and is not parsed.
+NAMES = re.compile(
+    "|".join(
+        re.escape(name.rpartition(".")[2])
+        for name in {*NEVER, *MODULES, *NEEDS, *METHODS_NEVER, *FORBIDDEN_KEYWORDS, "from_pretrained"}
+    )
+)
 
 
 def sources(checkout: Path) -> list[Path]:
@@ -57,6 +67,8 @@ def keywords_of(call: ast.Call) -> dict[str, object]:
 
 
 def faults(text: str) -> Iterator[str]:
+    if not NAMES.search(unicodedata.normalize("NFKC", text)):  # Python reads names so
+        return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
@@ -68,11 +80,7 @@ def faults(text: str) -> Iterator[str]:
             yield f"{name} {NEVER[name]}"
         if name in NEEDS and keywords.get(NEEDS[name][0]) is not NEEDS[name][1]:
             yield f"{name} without {NEEDS[name][0]}={NEEDS[name][1]}"
-        if (
-            keywords.get("shell") is True
-            or keywords.get("trust_remote_code") is True
-            or keywords.get("allow_pickle") is True
-        ):
+        if any(keywords.get(each) is True for each in FORBIDDEN_KEYWORDS):
             yield f"{name} with shell, trust_remote_code or allow_pickle"
         if name.endswith(".from_pretrained") and "local_files_only" not in keywords and not _spreads(node):
             yield f"{name} without local_files_only"

@@ -93,6 +93,7 @@ def use_compiler(
     monkeypatch.setattr(torch, "compile", lambda function, *, mode, **args: true(function, backend=backend, **args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("forward", "backward"), [(fail, as_it_is), (as_it_is, fail)])
 def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     one_form: TinyPlace,
@@ -115,6 +116,7 @@ def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     assert len(messages_of(again)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "factor", "eager"), [("fp32", 1.0, False), ("bf16", 1.2, True)])
 def test_gradients_are_compared_with_eager_before_the_first_step(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool

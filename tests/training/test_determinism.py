@@ -26,6 +26,7 @@ def test_the_command_names_the_operation_and_the_setting(place: TinyPlace, capsy
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_on_a_cpu_it_changes_nothing(place: TinyPlace) -> None:
     usual, exact = place.run("usual", steps=2), place.run("exact", steps=2, train__deterministic=True)
     place.train(usual)

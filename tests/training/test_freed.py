@@ -12,6 +12,7 @@ from lora_trainer.run.flow import free_step_context
 from tests.training.tiny_run import TinyPlace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -58,12 +58,13 @@ def start(checkout: Path, how: str, minutes: float) -> list[subprocess.Popen[str
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "minutes", "code", "words"),
     [
         ("SIGKILL", 20.0, 5, "its connection broke"),  # noticed at once, not by a timeout
-        pytest.param("SIGSTOP", 0.05, 5, "has sent no heartbeat for", marks=pytest.mark.slow),
-        pytest.param("works", 0.05, 0, "together", marks=pytest.mark.slow),
+        ("SIGSTOP", 0.05, 5, "has sent no heartbeat for"),
+        ("works", 0.05, 0, "together"),
     ],
 )
 def test_a_lost_process_ends_the_other(how: str, minutes: float, code: int, words: str, checkout: Path) -> None:

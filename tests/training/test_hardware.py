@@ -93,6 +93,7 @@ def test_channels_last_for_a_unet_on_a_gpu_or_when_set() -> None:
     assert "channels last" in hardware_note(config(), GPU, channels_last=True, has_benchmark=False)
 
 
+@pytest.mark.slow
 def test_channels_last_changes_only_rounding(place: TinyPlace) -> None:
     usual, other = place.run("first", steps=3), place.run("last", steps=3, hardware__channels_last=True)
     place.train(usual)

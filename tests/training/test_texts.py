@@ -194,6 +194,7 @@ def twice(place: TinyPlace) -> Callable[..., list[dict]]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_half_precision_run_keeps_fp32_masters_and_is_reproducible(precision, twice):
     one, other = twice(text_encoder__learning_rates=(1e-3,), memory__weight_dtype=precision, lora__dropout=0.1)

@@ -56,6 +56,7 @@ def really_held(context: StepContext, subject: Subject, *, offloaded: bool) -> i
     return account.most - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeypatch, checkpointed):
     """Tensors below `least` bytes stay; of the others only those in transfer count."""
@@ -77,6 +78,7 @@ def test_a_trace_shows_what_offloading_leaves_on_a_gpu(place: TinyPlace, monkeyp
     assert most < 0.5 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpointed", "chosen"), [(0, "full"), (99, "full"), (99, "selective")])
 def test_a_trace_counts_the_memory_of_int8_matmuls(place: TinyPlace, checkpointed, chosen):
     subject, context = subject_of(place, products=True), place.run("products").context

@@ -133,15 +133,15 @@ def test_the_header_shows_what_inspect_finds(tensors: Any, header: dict[str, str
         assert full["alphas"] == [facts.alpha]
 
 
-def test_thousands_of_files_are_listed_from_what_was_read_before(
+def test_a_thousand_files_are_listed_from_what_was_read_before(
     client: TestClient, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = write(output / "library" / "lora.safetensors").read_bytes()
-    for number in range(1999):
+    for number in range(999):
         (output / "library" / f"lora-{number}.safetensors").write_bytes(one)
     monkeypatch.setattr(lora_list, "AT_ONCE_SECONDS", 0.01)
     first = client.get("/api/loras").json()
-    assert (first["count"], first["pending"] > 0) == (2000, True)
+    assert (first["count"], first["pending"] > 0) == (1000, True)
     monkeypatch.setattr(lora_list, "AT_ONCE_SECONDS", 60.0)
     assert client.get("/api/loras").json()["pending"] == 0
 
@@ -151,10 +151,10 @@ def test_thousands_of_files_are_listed_from_what_was_read_before(
     monkeypatch.setattr(lora_list, "read_lora_facts", read)
     for each in (client, site(output)):  # also the next server
         start = time.process_time()
-        assert each.get("/api/loras").json()["count"] == 2000
-        assert time.process_time() - start < 1.0
+        assert each.get("/api/loras").json()["count"] == 1000
+        assert time.process_time() - start < 0.5
     (output / "library" / "lora-7.safetensors").unlink()
-    assert client.get("/api/loras").json()["count"] == 1999
+    assert client.get("/api/loras").json()["count"] == 999
 
 
 def test_a_changed_file_is_read_again(client: TestClient, output: Path) -> None:

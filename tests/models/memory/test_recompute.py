@@ -78,6 +78,7 @@ def test_attention_results_are_kept() -> None:
     assert any("exp" in name for name in ran)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["full", "selective"])
 def test_memory_lies_between_no_and_full_checkpointing(chosen: CheckpointingMode) -> None:
     """Of the published model, by the trace. `selective` adds almost no work."""

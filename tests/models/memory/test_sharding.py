@@ -92,6 +92,7 @@ CASES = [
 ROUNDING = {"fp64": 1e-12}  # else fp32's
 
 
+@pytest.mark.slow
 def test_two_processes_with_half_of_the_weights_train_as_one_with_all(checkout: Path):
     """Sharded in its stored form, with and without gradient checkpointing. Both hold all weights once, together."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(CASES)]
