@@ -47,8 +47,6 @@ LARGEST_MICRO_ON_CPU = 4  # more gains nothing there
 ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exactness matters more than speed
 OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
 AS_SET = "as set"
-# Compiling a U-Net takes a GPU about a minute and saves tens of milliseconds a step: an estimate, not measured.
-FEWEST_STEPS = 1500
 LARGEST_ALIKE = 0.97  # of the largest GPU's memory: a GPU with so much is as large
 LEFT_GIB = 0.2  # of a GPU's free memory, for kernels that are loaded later
 
@@ -398,7 +396,7 @@ def compiling_pays(config: Config, device: torch.device, steps: int) -> bool:
     was measured.
     """
     enabled = config.compile.enabled
-    return enabled if enabled != "auto" else device.type == "cuda" and steps >= FEWEST_STEPS
+    return enabled if enabled != "auto" else device.type == "cuda" and steps >= config.compile.min_steps
 
 
 def cap_memory(config: Config, device: torch.device) -> str | None:
