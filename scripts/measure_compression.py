@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow
+import pyarrow as pa
 
 NUMBER_BYTES = 4  # of fp32
 TIMES = 3
@@ -32,7 +32,7 @@ def planes(data: bytes) -> bytes:
 
 
 def zstd(level: int) -> Callable[[bytes], bytes]:
-    return lambda data: pyarrow.Codec("zstd", level).compress(data, asbytes=True)
+    return lambda data: pa.Codec("zstd", level).compress(data, asbytes=True)
 
 
 WAYS: dict[str, Callable[[bytes], bytes]] = {

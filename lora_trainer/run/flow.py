@@ -312,13 +312,10 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         return reason
 
     if saved.scratch is not None and is_main:
-        root: Path | None = Path(saved.scratch).expanduser()
-        if saved.scratch == "auto":
-            state = 3 * 4 * context.adapter.size  # fp32 weights, and AdamW's two moments
-            root = fastest_place(session.folder, state, session.console.print)
-        if root is not None:
-            most = int(saved.scratch_limit_gb * 10**9)
-            scratch = Scratch(root, session.folder / "checkpoints", most, session.console.print)
+        say, most = session.console.print, int(saved.scratch_limit_gb * 10**9)
+        size = 3 * 4 * context.adapter.size  # of a checkpoint: fp32 weights, and AdamW's two moments
+        root = fastest_place(session.folder, size, say) if saved.scratch == "auto" else Path(saved.scratch).expanduser()
+        scratch = None if root is None else Scratch(root, session.folder / "checkpoints", most, say)
 
     return Run(
         config=config,
