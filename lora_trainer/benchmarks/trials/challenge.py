@@ -211,7 +211,7 @@ def step_rows(row: TableRow, device: str) -> list[ChallengeRow]:
     peak = None if held is None else (held + CONTEXT_GIB) * GIB / 1e9
     reason = f"{CONTEXT_GIB:g} GiB for the CUDA context are added to what torch's allocator held; of the training alone"
     return [
-        aimed(name, model, row.seconds_median, MEASURED, "", **seconds),
+        aimed(name, model, row.seconds_median, MEASURED, "", FULL, **seconds),
         aimed("peak", model, peak, MEASURED, reason),
     ]
 
