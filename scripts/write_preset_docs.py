@@ -18,7 +18,8 @@ TITLES = {GOALS: "Training presets", TIERS: "VRAM presets", BASES: "Base presets
 INTRODUCTION = f"""{HEADING}
 Each value of a preset has its evidence, which `presets show` and `--explain` print beside it:
 
-- *measured*: on the built-in base model, with three seeds and two datasets, and the 95 % interval of the paired difference above 0
+- *measured*: on the built-in base model, with three seeds and two datasets (one where it says so), and the 95 % interval of the paired
+  difference above 0
 - *published*: by whom
 - *untested*: neither; a choice
 

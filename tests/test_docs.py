@@ -232,7 +232,7 @@ def test_the_preset_tables_equal_the_presets() -> None:
         values = preset.values
         if preset.kind == "tiers":
             samples, rank, attention = constants[name].split(" | ")
-            assert (int(samples), int(rank)) == (values["train"]["effective_batch_size"], values["lora"]["max_rank"])
+            assert (int(samples), int(rank)) == (values["train"]["effective_batch_size"], values["lora"]["rank"])
             assert attention.startswith("xformers") == (values["hardware"]["attention_backend"] == "xformers")
         elif preset.kind == "goals":
             optimizer, rate, schedule, extras, exposures = constants[name].split(" | ")

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from lora_trainer.training.processes import join_processes
 FIRST_STEPS = 2  # the first makes the optimizer's state
 SEEDS = 4  # whose losses are compared
 LOSS_KEPT = 0.01  # of the losses on average: what rounding may change
+PRESET = "preset="  # --compare preset=speed
 OF_THE_PROCESS = ("hardware.", "memory.limit_gib", "memory.expandable_segments", "train.deterministic")
 
 
@@ -56,6 +58,8 @@ class VersusRow(MeasureRow):
 
     `loss_change`: how much higher the losses of the later half of the steps are, the mean over `seeds` with its 95 %
     interval; infinite where the loss is not finite.
+
+    `compile_seconds` is what compiling took, `pays_from` the steps from which a run is faster by it: None where none is.
     """
 
     loss_mean: float | None = None
@@ -64,6 +68,8 @@ class VersusRow(MeasureRow):
     loss_change: float | None = None
     loss_change_low: float | None = None
     loss_change_high: float | None = None
+    compile_seconds: float | None = None
+    pays_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ class Taken:
     model: str
     parameters: int  # trained
     not_run: str | None = None  # why its settings did not take effect
+    compile_seconds: float | None = None
 
 
 def rows_versus(
@@ -127,7 +134,7 @@ def rows_versus(
     seeds = 1 if asked.best is not None else asked.seeds or SEEDS
     without: dict[int, list[float | None]] = {}  # losses of `ours` by the number of the seed
     for place, (text, settings) in enumerate(asked.versus.items()):
-        sides = {"ours": asked.resolved, text: changed(asked.resolved, settings)}
+        sides = {"ours": asked.resolved, text: changed(asked.resolved, settings, text)}
         together = not any(name.startswith(OF_THE_PROCESS) for name in settings)
         try:
             taken, said = both_taken(asked, named, sides, steps, folder / str(place), together=together)
@@ -139,7 +146,11 @@ def rows_versus(
         notes += [f"{text}: {each}" for each in said]
         found = rows_of(taken)
         notes += [f"{row.name}: not run: {row.not_run}" for row in found if isinstance(row, NotRun)]
-        if seeds > 1 and isinstance(found[1], VersusRow):
+        if isinstance(found[1], VersusRow) and found[1].compile_seconds is not None:
+            notes.append(break_even_note(found[1]))
+        if text.startswith(PRESET) and isinstance(found[1], VersusRow):
+            found[1] = replace(found[1], loss_mean=None, loss_most=None)  # it learns in another way
+        elif seeds > 1 and isinstance(found[1], VersusRow):
             pairs = []
             for number in range(seeds):
                 count, own = len(taken[text].losses), folder / f"{place}-{number}"
@@ -149,6 +160,16 @@ def rows_versus(
             found[1] = with_seeds(found[1], pairs)
         rows += found[1 if rows else 0 :]
     return rows, [*notes, *too_noisy([row for row in rows if isinstance(row, VersusRow)])]
+
+
+def break_even_note(row: VersusRow) -> str:
+    """From how many steps a run is faster with compiled blocks, as measured here."""
+    if row.pays_from is None:
+        return f"{row.name}: compiling took {row.compile_seconds:.0f} s, and a step is not faster by it: it never pays here"
+    pays = (
+        f"it pays in runs of {row.pays_from:,} steps or more (compile.enabled=auto, compile.min_steps={row.pays_from})"
+    )
+    return f"{row.name}: compiling took {row.compile_seconds:.0f} s: {pays}"
 
 
 def losses_of_seed(
@@ -272,7 +293,9 @@ def taken_of(
 ) -> Taken:
     why = untaken(side.config, asked.resolved.config, subject, folder)
     losses = [row["loss"] for row in read_lines(folder / METRICS)]
-    return Taken(seconds, losses, held.gib, subject.name, subject.context.adapter.size, why)
+    compiled = subject.context.compiled
+    compile_seconds = None if compiled is None else compiled.seconds
+    return Taken(seconds, losses, held.gib, subject.name, subject.context.adapter.size, why, compile_seconds)
 
 
 def made_ready(
@@ -311,4 +334,9 @@ def row_beside(name: str, own: Taken, base: Taken) -> VersusRow:
     found = loss_difference([one for one, _ in pairs], [other for _, other in pairs])
     mean, most = found if found is not None else (None, None)
     values: dict[str, Any] = vars(replace(row, peak_gib=own.held))
-    return VersusRow(**values, loss_mean=mean, loss_most=most)
+    compile_seconds, pays_from = None, None
+    if own.compile_seconds is not None and base.compile_seconds is None:
+        compile_seconds = own.compile_seconds
+        saved = median(base.seconds[:count]) - median(own.seconds[:count])
+        pays_from = ceil(compile_seconds / saved) if saved > 0 else None
+    return VersusRow(**values, loss_mean=mean, loss_most=most, compile_seconds=compile_seconds, pays_from=pays_from)

@@ -28,6 +28,7 @@ EXAMPLES = (
     "  lora-trainer bench step --save before.json\n"
     "  lora-trainer bench step --baseline before.json\n"
     "  lora-trainer bench step --compare compile.enabled=true\n"
+    "  lora-trainer bench step --compare preset=speed --compare preset=balanced --compare preset=quality\n"
     "  lora-trainer bench step --preset 12gb --export-preset best.toml\n"
 )
 OF_RUNS = ("--output", "--name", "--max-steps", "--max-hours", "--resume", "--dry-run", "--profile")
@@ -66,7 +67,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="versus",
         metavar="SECTION.KEY=VALUE",
-        help="repeatable: compare the step and its losses without and with this setting; exit code 5 if it loses quality",
+        help="repeatable: compare the step and its losses without and with this setting; exit code 5 if it loses quality; preset=NAME compares the step alone with a training preset's",
     )
     parser.add_argument(
         "--seeds",
@@ -141,9 +142,9 @@ def refuse_what_clashes(resolved: Resolved, versus: Mapping[str, Mapping[str, An
     from lora_trainer.benchmarks.trials.steps import changed
 
     problems: list[Problem] = []
-    for settings in versus.values():
+    for text, settings in versus.items():
         try:
-            changed(resolved, settings)
+            changed(resolved, settings, text)
         except UsageError as error:
             problems += error.problems
     if problems:

@@ -11,6 +11,7 @@ from typing import Any
 from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.measures import MEASURES
 from lora_trainer.config.layers import Layer, valid_settings
+from lora_trainer.config.presets import GOALS, presets
 from lora_trainer.config.resuming import FIXED, FIXED_IN_EFFECT
 from lora_trainer.config.toml import parse_assignment
 from lora_trainer.core.errors import Problem, UsageError, nearest
@@ -78,6 +79,15 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapp
     """The settings of `--compare`, by their text; mistakes are added to `problems`."""
     found: dict[str, Mapping[str, Any]] = {}
     for text in texts:
+        if text.startswith("preset="):
+            name = text.removeprefix("preset=")
+            goals = [each.name for each in presets().values() if each.kind == GOALS]
+            if name not in goals:
+                problems.append(Problem(f"--compare {text} is no training preset.", nearest(name, goals)))
+                continue
+            sections = presets()[name].values.items()
+            found[text] = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
+            continue
         parsed = parse_assignment(text, "--compare")
         if isinstance(parsed, Problem):
             problems.append(parsed)

@@ -31,8 +31,8 @@ class Preset:
     """One file: `kind` is its folder, `description` its first line, a comment, `family` that of a base preset's models.
 
     `evidence` has a clause for each `section.key` that it sets, such as `published: kohya's docs/train_network.md`:
-    `measured` is on the built-in base model with three seeds and two datasets, the 95 % interval of the paired
-    difference above 0; `published` names who; `untested` is the rest.
+    `measured` is on the built-in base model with three seeds and two datasets (one where it says so), the 95 % interval of
+    the paired difference above 0; `published` names who; `untested` is the rest.
     """
 
     name: str

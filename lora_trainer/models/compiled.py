@@ -42,6 +42,7 @@ class Compiled:
     is_checked: bool = False  # against eager's gradients, and found to agree
     last_count: Count | None = None
     compiled_before: bool = False  # a graph of these blocks, for one size
+    seconds: float = 0.0  # spent compiling them, as far as `news` counted it
 
     @property
     def blocks(self) -> int:
@@ -74,6 +75,7 @@ class Compiled:
         reused = f", {now.reused - before.reused} of them read from the cache" if now.reused > before.reused else ""
         again = "again, for another size: " if self.compiled_before else ""
         self.compiled_before = True
+        self.seconds += now.seconds - before.seconds
         breaks = now.breaks - before.breaks
         broken = f"{counted(breaks, 'graph break')}, the first: {now.first_break}" if breaks else "no graph break"
         graphs = counted(now.graphs - before.graphs, "graph")

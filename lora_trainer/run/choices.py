@@ -50,8 +50,6 @@ ENCODER_DTYPE = torch.float32  # encoders run once and their output is kept: exa
 OUTSIDE_GIB = 0.6  # GPU memory that CUDA takes outside of torch's allocator
 AS_SET = "as set"
 FIRST_GPU = torch.device("cuda", 0)
-# Compiling a U-Net takes a GPU about a minute and saves tens of milliseconds a step: an estimate, not measured.
-FEWEST_STEPS = 1500
 LARGEST_ALIKE = 0.97  # of the largest GPU's memory: a GPU with so much is as large
 LEFT_GIB = 0.2  # of a GPU's free memory, for kernels that are loaded later
 
@@ -410,7 +408,7 @@ def compiling_pays(config: Config, device: torch.device, steps: int) -> bool:
     was measured.
     """
     enabled = config.compile.enabled
-    return enabled if enabled != "auto" else device.type == "cuda" and steps >= FEWEST_STEPS
+    return enabled if enabled != "auto" else device.type == "cuda" and steps >= config.compile.min_steps
 
 
 def cap_memory(config: Config, device: torch.device) -> str | None:

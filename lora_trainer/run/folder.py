@@ -104,7 +104,7 @@ def ended_early(order: Order, record: dict[str, Any]) -> bool:
 
 def wrong_scratch(scratch: str | None) -> list[Problem]:
     """Why `checkpoint.scratch` cannot be used, before anything is loaded."""
-    if scratch is None:
+    if scratch in (None, "auto"):
         return []
     place = Path(scratch).expanduser()
     if not place.is_dir():

@@ -112,6 +112,9 @@ def with_absolute_paths(config: Config) -> Config:
     model["training_adapter"] = absolute_file(config.model.training_adapter)
     model["loras"] = {absolute_file(path): weight for path, weight in config.model.loras.items()}
     sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
+    scratch = config.checkpoint.scratch
+    if scratch != "auto":
+        scratch = absolute_file(scratch)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
@@ -124,7 +127,7 @@ def with_absolute_paths(config: Config) -> Config:
             "sample": config.sample.model_copy(
                 update={"control_images": tuple(map(absolute_file, config.sample.control_images))}
             ),
-            "checkpoint": config.checkpoint.model_copy(update={"scratch": absolute_file(config.checkpoint.scratch)}),
+            "checkpoint": config.checkpoint.model_copy(update={"scratch": scratch}),
             "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
         }
     )

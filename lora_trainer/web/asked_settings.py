@@ -98,6 +98,8 @@ def refuse_outside(values: Iterable[Mapping[str, Any]], roots: Sequence[Path], p
     """Add a problem for each path outside of the allowed roots, and each command, in settings by section."""
     for layer in values:
         for name, text in named_places(layer):
+            if (name, text) == ("checkpoint.scratch", "auto"):
+                continue
             is_elsewhere = text in ("", EMPTY) or text.startswith(("http://", "https://")) or is_url(text)
             if is_elsewhere or ("\0" not in text and name in HUB_PARTS and as_hub_part(text) is not None):
                 continue

@@ -15,10 +15,14 @@ import torch
 from lora_trainer.benchmarks import bench, bench_loader, best, measures, subject, turns, versus
 from lora_trainer.benchmarks.measures import COLUMNS, SMALL, SUBJECTS, Report
 from lora_trainer.benchmarks.trials import adapters
+from lora_trainer.benchmarks.trials.steps import changed
 from lora_trainer.cli.bench import legend, tables_that_fit
+from lora_trainer.cli.bench_checks import settings_of
 from lora_trainer.cli.main import main
-from lora_trainer.config.layers import Layer
+from lora_trainer.config.layers import Layer, resolve
+from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem
 from lora_trainer.core.gpu_rates import rate_of_gpu
 from lora_trainer.models import FAMILIES, unet
 from lora_trainer.models.published import public_architecture
@@ -325,6 +329,42 @@ def test_the_best_settings_are_measured(place, tmp_path, capsys):
     rows = measured([arguments[0], "step", *arguments[1:], *extra], capsys)
     assert set(rows) >= {"ours", "memory.gradient_checkpointing=true"}
     assert "# Measured on" in file.read_text()
+
+
+@pytest.mark.parametrize(("seconds", "pays_from"), [(0.75, 120), (1.0, None), (1.25, None)])
+def test_compiled_blocks_pay_from_the_steps_that_were_measured(seconds, pays_from):
+    def taken(seconds: float, compile_seconds: float | None) -> versus.Taken:
+        return versus.Taken([seconds] * 10, [0.1] * 12, None, "m", 1, None, compile_seconds)
+
+    _, row = versus.rows_of({"ours": taken(1.0, None), "compile.enabled=true": taken(seconds, 30.0)})
+    assert (row.compile_seconds, row.pays_from) == (30.0, pays_from)
+    note = versus.break_even_note(row)
+    assert ("compile.min_steps=120" in note) == (pays_from == 120)
+    _, row = versus.rows_of({"ours": taken(1.0, 30.0), "memory.weight_dtype=int8": taken(0.5, 30.0)})
+    assert row.compile_seconds is None, "both are compiled"
+
+
+def test_a_training_preset_is_compared_by_its_own_settings(capsys):
+    problems: list[Problem] = []
+    found = settings_of(["preset=quality", "preset=speed"], problems)
+    assert problems == []
+    assert (found["preset=quality"]["train.ema_decay"], found["preset=speed"]["loss.min_snr_gamma"]) == (0.999, "none")
+    base = resolve([Layer("--set", {"model": {"family": "flux"}})])
+    with_preset = changed(base, found["preset=quality"], "preset=quality")
+    assert with_preset.origin["train.ema_decay"] == "preset quality"
+    assert suited(with_preset, "flow").config.loss.min_snr_gamma is None, "dropped as in a run"
+    assert main(["bench", "step", "--compare", "preset=12gb", "--compare", "preset=qualty"]) == 2
+    err = capsys.readouterr().err
+    assert "preset=12gb" in err
+    assert "Did you mean quality?" in err
+
+
+def test_training_presets_are_compared_by_time_alone(place, capsys):
+    arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
+    rows = measured([arguments[0], "step", *arguments[1:], "--compare", "preset=speed"], capsys)
+    row = rows["preset=speed"]
+    assert row["ratio"] > 0
+    assert (row["loss_mean"], row["loss_change"], row["seeds"]) == (None, None, 1), "it learns in another way"
 
 
 def test_process_wide_settings_are_measured_alone(place, capsys):

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 import lora_trainer
-from lora_trainer.benchmarks.trials.challenge import RECORDS, aimed, challenge_settings, step_rows
+from lora_trainer.benchmarks.trials.challenge import (
+    FULL,
+    MINIATURE,
+    RECORDS,
+    aimed,
+    challenge_settings,
+    step_rows,
+    verdicts,
+)
 from lora_trainer.benchmarks.trials.row import laid
 from lora_trainer.benchmarks.trials.specs import TableRow
 from lora_trainer.cli.main import main
@@ -51,12 +59,35 @@ def test_your_settings_win_and_what_is_missed_is_named(capsys):
     assert all(one["found"] < other["found"] for one, other in zip(small["rows"], large["rows"], strict=True))
     slow = challenged(capsys, "--filter", "step", "--set", "model.family=sdxl", "--set", "train.effective_batch_size=4")
     assert {row["reached"] for row in slow["rows"]} == {True, False}
-    assert "Not reached: step, RTX 3060 of sdxl, 1024 px" in slow["notes"][-1]
+    missed = [row for row in slow["rows"] if not row["reached"]]
+    assert {row["model"] for row in missed} == {"sdxl, 1024 px"}
+    assert all(row["name"] in slow["notes"][-1] for row in missed)
 
 
 def test_a_row_that_does_not_exist(capsys):
     assert main(["bench", "challenge", "--filter", "speed"]) == 2
     assert "Rows: step, peak, score." in capsys.readouterr().err
+
+
+def test_the_score_of_a_family_is_not_measured(capsys, monkeypatch):
+    """It is not that of the built-in miniature, which has a challenge of its own."""
+    monkeypatch.setattr("lora_trainer.benchmarks.trials.challenge.production_run", lambda asked: [])
+    rows = challenged(capsys, "--filter", "score")["rows"]
+    assert [(row["name"], row["model"], row["how"], row["reached"]) for row in rows] == [
+        ("score", "sdxl", "not measured", None),
+        ("score", "sd15", "not measured", None),
+    ]
+    rows = challenged(capsys, "--set", "model.family=sdxl")["rows"]
+    assert {row["model"] for row in rows} == {"sdxl, 1024 px"}
+    assert [row["name"] for row in rows if row["reached"] is None] == ["score"]
+
+
+def test_the_miniature_has_aims_of_its_size():
+    step, peak = (aimed(name, "m", 1.5, "measured", "", MINIATURE) for name in ("step", "peak"))
+    assert (step.aim, step.reached, peak.unit, peak.reached) == (1.0, False, "MB", True)
+    assert (MINIATURE.score, FULL.score) == (0.9, 0.9)
+    good = aimed("score", "m", 0.95, "measured", "", MINIATURE)
+    assert ["step" in line for line in verdicts([step, peak, good])] == [True]
 
 
 def test_measured_steps_and_those_that_failed():
@@ -84,6 +115,10 @@ def test_the_score_is_that_of_a_whole_run(tmp_path: Path, capsys):
     document = challenged(capsys, *arguments[1:])
     rows = {row["name"].partition(",")[0]: row for row in document["rows"]}
     assert {row["how"] for row in rows.values()} == {"measured"}
+    assert list(rows) == ["step", "peak", "score", "all"]
+    assert (rows["step"]["aim"], rows["peak"]["unit"]) == (2.0, "GB"), "a model that is named has the full aims"
+    assert rows["all"]["ratio"] == max(rows[name]["ratio"] for name in ("step", "peak", "score"))
+    assert rows["all"]["reached"] is False
     assert rows["step"]["found"] > 0
     assert rows["score"]["reached"] is False, "six steps teach nothing"
     assert "6 steps" in rows["score"]["reason"]

@@ -360,7 +360,7 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(f"  {name} " in out for name in ("6gb", "24gb", "auto", "quality", "sd15", "qwen_image21"))
     code, out, _ = run(capsys, "presets", "show", "12gb", "quality")
     assert code == 0
-    assert row(out, "lora.max_rank")[2] == "preset 12gb"
+    assert row(out, "lora.rank")[1:3] == ["64", "preset 12gb"]
     assert row(out, "optimizer.learning_rate")[2] == "preset quality"
     assert row(out, "loss.min_snr_gamma")[3].startswith("published: arXiv:2303.09556")
     assert "run.output" not in out

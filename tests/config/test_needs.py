@@ -72,6 +72,7 @@ VALUES: dict[str, Any] = {
     "compile.mode": "reduce-overhead",
     "compile.dynamic": True,
     "compile.fullgraph": True,
+    "compile.min_steps": 300,
     "checkpoint.export_keep_last": 3,
     "checkpoint.keep_best": 1,
     "checkpoint.scratch_limit_gb": 1.0,

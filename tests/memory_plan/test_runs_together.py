@@ -25,7 +25,7 @@ from lora_trainer.training.step import backward
 
 
 def plan_of(family: str, preset: str, **train: object) -> Plan:
-    user = Layer("--set", {"model": {"family": family}, "train": train})
+    user = Layer("--set", {"model": {"family": family}, "lora": {"rank": 32}, "train": train})
     return make_plan(resolve([*preset_layers([preset]).layers, user]))
 
 

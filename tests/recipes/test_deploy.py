@@ -121,11 +121,22 @@ def test_libraries_are_copied_and_installed_before_the_source(checkout: Path) ->
             assert "." not in shlex.split(rest)[:-1], "the whole checkout would be copied with each change"
 
 
-def test_the_image_installs_the_extra_for_gpus_by_default(checkout: Path) -> None:
+def test_the_image_installs_the_extras_of_its_commands(checkout: Path) -> None:
+    """As the Dockerfile's own line lists them: those of GPUs by default, none of clusters."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text("utf-8"))["project"]
-    names = {re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"]["gpu"]}  # type: ignore[index]
-    extras = [set(rest.partition("=")[2].strip('"').split()) for _, rest in instructions(checkout) if "EXTRAS=" in rest]
-    assert extras == [names | {"gguf"}, {"bitsandbytes", "gguf"}], "CUDA, CPU"
+    settings = [dict(re.findall(r'(\w+)="(.*?)"', rest)) for _, rest in instructions(checkout) if "EXTRAS=" in rest]
+    cuda, cpu = (set(each["EXTRAS"].split()) for each in settings)
+    assert (cuda - cpu, cpu - cuda) == ({"gpu"}, set())
+    assert set(project["optional-dependencies"]) - cuda == {"dev", "docs", "ray", "slurm", "trackio"}
+    assert [each["LIBRARIES"] for each in settings] == ["", "bitsandbytes"]
+    (listing,) = [rest for name, rest in instructions(checkout) if name == "RUN" and "requirements.txt" in rest]
+    code = re.search(r'python -c "(.*?)" > requirements.txt', listing)[1]  # type: ignore[index]
+    for extras in (cuda, cpu):
+        command = [sys.executable, "-c", code]
+        environment = {**os.environ, "EXTRAS": " ".join(sorted(extras))}
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)
+        wanted = [*project["dependencies"], *(x for name in extras for x in project["optional-dependencies"][name])]
+        assert sorted(done.stdout.splitlines()) == sorted(wanted)
     steps = instructions(checkout)
     assert ("ARG", "DEVICE=cuda") in steps
     assert {"build AS torch-cuda", "build AS torch-cpu", "torch-${DEVICE} AS package"} <= {rest for _, rest in steps}

@@ -98,7 +98,8 @@ def test_a_resumed_run_takes_over_the_scratch_folder(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every: dict[str, object] = {"checkpoint__every_n_steps": 2}
-    assert bench.run("straight", steps=6, **every) == 0
+    assert bench.run("straight", steps=6, checkpoint__scratch="auto", **every) == 0
+    assert record(bench.folder("straight"))["config"]["checkpoint"]["scratch"] == "auto"
     (tmp_path / "fast").mkdir()
     every["checkpoint__scratch"] = str(tmp_path / "fast")
     assert bench.run("run", steps=4, **every) == 0

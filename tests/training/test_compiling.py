@@ -213,6 +213,7 @@ def test_auto_decides_by_the_steps_and_the_device_of_the_run() -> None:
     assert not compiles("cuda", 10**6)
     assert compiles("cpu", 1, enabled=True)
     assert [compiles("cuda", steps, enabled="auto") for steps in (1499, 1500)] == [False, True]
+    assert [compiles("cuda", steps, enabled="auto", min_steps=300) for steps in (299, 300)] == [False, True]
     assert not compiles("cpu", 10**6, enabled="auto")
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from lora_trainer.core.errors import Problem
+from lora_trainer.web.asked_settings import refuse_outside
 from lora_trainer.web.safety import COOKIE, MOST_BYTES, Refusal, allowed, is_own, name_of, token_of
 from lora_trainer.web.served_files import inside
 from tests.conftest import needs_links
@@ -156,6 +158,13 @@ def test_real_paths_count(tmp_path: Path) -> None:
     assert "link" not in client.get(f"/api/browse?path={inside}").text
     sent: dict[str, Any] = {"data": [str(inside / "link")], "settings": {"lora.network_weights": str(outside / "x")}}
     assert len(problems_of(client.post("/api/plan", json=sent).json())) == 2
+
+
+def test_auto_names_no_scratch_folder(tmp_path: Path) -> None:
+    for text, refused in (("auto", 0), (str(tmp_path / "out"), 1)):
+        problems: list[Problem] = []
+        refuse_outside([{"checkpoint": {"scratch": text}}], [tmp_path / "in"], problems)
+        assert len(problems) == refused
 
 
 def test_headers_keep_foreign_content_out(client: TestClient) -> None:

@@ -79,13 +79,17 @@ def layers_of(resolved: Resolved) -> dict[str, dict[str, dict[str, Any]]]:
     return layers
 
 
-def changed(resolved: Resolved, settings: Mapping[str, Any]) -> Resolved:
-    """The same settings with some set by the measurement. Raises UsageError where they contradict each other."""
+def changed(resolved: Resolved, settings: Mapping[str, Any], text: str = BENCH) -> Resolved:
+    """The same settings with some set by the measurement. Raises UsageError where they contradict each other.
+
+    Those of a `text` such as `preset=speed` are a preset's: what a model's family lacks of them is left out.
+    """
     own: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, _, key = name.partition(".")
         own.setdefault(section, {})[key] = EMPTY if value is None else value
-    return resolve([*(Layer(name, values) for name, values in layers_of(resolved).items()), Layer(BENCH, own)])
+    layer = text.replace("=", " ") if text.startswith("preset=") else BENCH
+    return resolve([*(Layer(name, values) for name, values in layers_of(resolved).items()), Layer(layer, own)])
 
 
 def inputs_of(subject: BenchSubject, count: int = INPUTS) -> list[list[MicroBatch]]:

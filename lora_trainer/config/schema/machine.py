@@ -80,7 +80,13 @@ class CompileSection(Section):
     """torch.compile."""
 
     enabled: bool | Literal["auto"] = setting(
-        False, "changes rounding", "compile the denoiser's blocks; `auto` on a GPU, in runs of 1,500 steps or more"
+        False, "changes rounding", "compile the denoiser's blocks; `auto` on a GPU, in runs of `min_steps` or more"
+    )
+    min_steps: Count = setting(
+        1500,
+        "changes rounding",
+        "steps of a run from which `auto` compiles, an estimate; `bench step --compare compile.enabled=true` measures from how many it pays on your GPU",
+        needs={"compile.enabled": ("auto",)},
     )
     mode: CompileMode = setting("default", "changes rounding", "mode of torch.compile", needs={"compile.enabled": ON})
     dynamic: bool | Literal["auto"] = setting(

@@ -72,7 +72,7 @@ class CheckpointSection(Section):
     scratch: Annotated[str, Field(min_length=1)] | None = setting(
         None,
         "changes nothing",
-        "fast folder, such as `/dev/shm` or one on NVMe, that checkpoints are written to first; they are copied to the run's folder in the background",
+        "fast folder, such as `/dev/shm` or one on NVMe, that checkpoints are written to first; they are copied to the run's folder in the background; `auto` measures `/dev/shm`, the system's folder of temporary files and the run's folder, and takes the fastest",
     )
     scratch_limit_gb: Positive = setting(
         4.0,

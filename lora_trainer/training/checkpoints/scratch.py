@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ from lora_trainer.training.checkpoints.checkpoint import (
     read_checkpoint,
 )
 
+AUTO_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+MEASURED_BYTES, MEASURED_TIMES = 16 * 2**20, 3
+WORTH_COPYING = 2.0  # times as fast as the run's folder: each checkpoint is copied there afterwards
 PLACE, OWNER, LOCK = ".lora-trainer-scratch", "owner.json", ".lock"
 SESSION = re.compile(r"[0-9a-f]{32}")  # the name of a session's folder
 NAMED_IN = "scratch.json"  # beside the checkpoints: the folder of the session that writes them
@@ -126,6 +130,46 @@ class Scratch:
         if not self._warned:
             self.say(f"warning: {why}. Checkpoints that do not fit are written to the run's folder directly.")
         self._warned = True
+
+
+def fastest_place(folder: Path, needed: int, say: Say) -> Path | None:
+    """For `checkpoint.scratch=auto`: where checkpoints of `needed` bytes are written fastest, by a short measurement.
+
+    None where that is the run's own `folder`, or nothing is fast enough to be worth the copy.
+    """
+    places = []
+    for place in AUTO_PLACES:
+        with contextlib.suppress(OSError):
+            disk = shutil.disk_usage(place)
+            if os.access(place, os.W_OK) and disk.free - needed >= LEFT_FREE * disk.total:
+                places.append(place)
+    speeds = dict[Path, float]()
+    for place in (folder, *places):
+        with contextlib.suppress(
+            OSError
+        ):  # such as a full disk: the run's folder reports its own when it is written to
+            speeds[place] = bytes_per_second(place)
+    fastest = max(speeds, key=lambda place: speeds[place], default=folder)
+    if fastest != folder and speeds[fastest] < WORTH_COPYING * speeds.get(folder, 0.0):
+        fastest = folder
+    shown = ", ".join(f"{place} {size_words(int(speed))}/s" for place, speed in speeds.items())
+    say(f"checkpoint.scratch=auto: {shown}. Checkpoints are written to {fastest}.")
+    return None if fastest == folder else fastest
+
+
+def bytes_per_second(folder: Path) -> float:
+    """How fast a folder takes a file to its disk, the best of a few times. Raises OSError."""
+    chunk = os.urandom(2**20)  # a disk that compresses must not look fast
+    seconds = []
+    for _ in range(MEASURED_TIMES):
+        began = time.perf_counter()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for _ in range(MEASURED_BYTES // len(chunk)):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds.append(time.perf_counter() - began)
+    return MEASURED_BYTES / max(min(seconds), 1e-9)
 
 
 def copy_best(source: Path, folder: Path) -> None:

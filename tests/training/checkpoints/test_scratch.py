@@ -41,6 +41,35 @@ from tests.training.tiny_run import TinyPlace, outcome, together
 SETTINGS: dict[str, object] = {"validation__every_n_steps": 2, "checkpoint__every_n_steps": 2}
 
 
+def test_auto_takes_the_place_that_is_fast_enough_to_be_worth_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, memory, disk, gone = (tmp_path / name for name in ("run", "memory", "disk", "gone"))
+    for folder in (run, memory, disk):
+        folder.mkdir()
+    monkeypatch.setattr(scratching, "AUTO_PLACES", (memory, disk, gone))
+    monkeypatch.setattr(scratching, "LEFT_FREE", 0.0)
+    lines = list[str]()
+    for speeds, expected in (
+        ({run: 1e8, memory: 2e9, disk: 3e8}, memory),
+        ({run: 1e8, memory: 3e8, disk: 5e8}, disk),
+        ({run: 1e9, memory: 1.9e9, disk: 1e8}, None),
+    ):
+        monkeypatch.setattr(scratching, "bytes_per_second", speeds.__getitem__)
+        assert scratching.fastest_place(run, 10**6, lines.append) == expected
+    assert str(memory) in lines[0]
+    assert scratching.fastest_place(run, 2**62, lines.append) is None, "no place has so much room"
+    monkeypatch.setattr(scratching, "LEFT_FREE", 1.1)
+    assert scratching.fastest_place(run, 0, lines.append) is None, "a share stays free for others"
+
+
+def test_the_speed_of_a_folder_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    assert scratching.bytes_per_second(tmp_path) > 0
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        scratching.bytes_per_second(tmp_path / "gone")
+
+
 def checkpoint_at(step: int) -> Checkpoint:
     weights = {"a": torch.full((4, 4), float(step))}
     return Checkpoint(TrainState(step=step), weights, {"state": {}, "param_groups": []}, None, {})
