@@ -97,6 +97,12 @@ def resolved_as(
     return Resolved(Config.model_validate(settings.values), settings.origin, tuple(notes), kept)
 
 
+def with_values(config: Config, sections: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The same config with other values of some settings, by section and name; they are not checked."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
+
+
 def flattened(config: Config) -> dict[str, Any]:
     """`section.key` to value, in the order of the schema."""
     dumped = config.model_dump()

@@ -596,7 +596,7 @@ def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_step_context(context: StepContext) -> None:
-    """Free the trained model, whoever still refers to it: the check, drawing and folds load a fresh base model.
+    """Free the trained model, whoever still refers to it: the check and drawing load a fresh base model.
 
     Otherwise both would be in memory, and a run would need more of it after its training than in it.
     """

@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.split import FEWEST_COMPARED, FEWEST_FOR_FOLDS
+from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.models.family import Family, ModelFacts
@@ -153,10 +152,6 @@ def model_lines(resolved: Resolved, inputs: Inputs) -> tuple[str, ...]:
 
 def refuse_without_validation(config: Config, inputs: Inputs) -> None:
     """Raise UsageError for settings that need validation images, in a run that has none."""
-    if config.validation.fold and not inputs.validation:
-        reason = "the images cannot be split into two halves: all look alike, or like regularization images"
-        fix = "Add images that differ, or remove validation.fold."
-        raise UsageError(Problem(f"validation.fold={config.validation.fold}: {reason}.", fix))
     problems = [
         Problem(
             f"{name} needs validation losses, and no images are kept for validation.",
@@ -314,16 +309,6 @@ def no_effect_notes(config: Config, rules: Sequence[CaptionsSection], inputs: In
     return notes
 
 
-def suggest_folds(report: LoraReport, folder: Path) -> LoraReport:
-    """The report with the command that measures `learned` by folds of its run, where no image was kept from the training."""
-    images = report.numbers.get("images") or {"trained": 0, "unseen": 0}
-    if images["unseen"] or images["trained"] < FEWEST_FOR_FOLDS:
-        return report
-    fix = f"To measure it with two more LoRAs: lora-trainer validate {shlex.quote(str(folder))} --folds"
-    found = (replace(each, fix=fix) if each.code == "learned_not_measured" else each for each in report.findings)
-    return replace(report, findings=tuple(found))
-
-
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
     """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
@@ -336,9 +321,7 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
         console.print(lora_line(report))
-    for finding in sorted(
-        suggest_folds(report, folder).findings, key=lambda finding: SEVERITIES.index(finding.severity)
-    ):
+    for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
         console.print(f"  {finding.severity}: {finding.message}")
         if finding.fix:
             console.print(f"    {finding.fix}")

@@ -372,7 +372,7 @@ def planned_data(config: Config, facts: ModelFacts) -> Data:
         return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
     kept = config.validation
-    train, validation = split_validation(manifest.samples, kept.split, kept.split_seed, fold=kept.fold)
+    train, validation = split_validation(manifest.samples, kept.split, kept.split_seed)
     train, rules = (*train, *planned_class_images(config, class_image_side(config, facts))), caption_rules(config)
     return settled(train, rules), tuple(map(canonical, settled(validation, rules)))
 
