@@ -299,7 +299,6 @@ RULES: Mapping[str, KeyRule] = {
     "train.lr_scheduler": by(_schedule, "lr_scheduler.name lr_scheduler.warmup_steps", "others than ours are replaced"),
     "train.lr_scheduler_params.num_warmup_steps": same("lr_scheduler.warmup_steps", whole),
     "train.dtype": PRECISION,
-    "model.split_model_over_gpus": switch("memory.second_gpu", "auto", "over two GPUs, by their free memory"),
     "model.quantize": switch("memory.weight_dtype", "fp8", "weights are kept in fp8 here"),
     "train.gradient_checkpointing": CHECKPOINTING,
     "train.max_grad_norm": same("optimizer.max_grad_norm", number),

@@ -331,7 +331,6 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
             cached=config.cache.latents,
             compiled=context.compiled is not None,
             swapped=built.swapped,
-            divided=built.second is not None,
             weight_dtype=session.choices.precision.value,
             micro=session.choices.micro,
             samples=session.choices.samples,

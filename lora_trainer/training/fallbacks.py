@@ -85,7 +85,10 @@ def step_with_fallbacks(
                 failure = compiled_failure(run, compiled, fitting, state, reporter)
                 if failure is None:
                     if run.config.lora.has_dropout:
-                        seed_dropout(run, state.step)
+                        # Seeded by position, as every other draw: no generator state to save, other masks in each
+                        # process.
+                        key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
+                        torch.manual_seed(key % 2**32)
                     guarded = with_guard(context, state)
                     result = train_step(guarded, fitting, samples, settings, gradients_are_there)
                     if context.average is not None:
@@ -109,18 +112,6 @@ def step_with_fallbacks(
             else:
                 free_memory(context.device)
                 fit, is_changed = with_less_memory(run, state, fit, fitting, failure, reporter), True
-
-
-def seed_dropout(run: Run, step: int) -> None:
-    """Seed the next step's masks by position, as every other draw: no generator state to save, other masks in each process.
-
-    Torch seeds all GPUs alike, so that equal blocks on two of them would draw the same masks: a second GPU gets its own.
-    """
-    second, position = run.context.built.second, (step, run.processes.rank)
-    torch.manual_seed(position_key(run.config.train.seed, "dropout", *position) % 2**32)
-    if second is not None and second.type == "cuda":
-        with torch.cuda.device(second):
-            torch.cuda.manual_seed(position_key(run.config.train.seed, "dropout", *position, "second GPU") % 2**32)
 
 
 def split_micro_batches(micro_batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:

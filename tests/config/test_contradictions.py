@@ -92,12 +92,6 @@ CLASHES = [
     ({"memory__fsdp": "shard_grad_op"}, {"train__auto_find_micro_batch_size": True}, False),
     ({"memory__fsdp": "shard_grad_op"}, {"hardware__channels_last": True}, "auto"),
     ({"compile__enabled": True, "memory__fsdp": "full_shard"}, {"compile__mode": "reduce-overhead"}, "default"),
-    ({"memory__second_gpu": "auto"}, {"memory__fsdp": "full_shard"}, None),
-    ({"memory__second_gpu": "cuda:1"}, {"memory__blocks_to_swap": 4}, "auto"),
-    ({"memory__second_gpu": "auto"}, {"memory__offload_activations": True}, False),
-    ({"memory__second_gpu": "auto"}, {"train__auto_find_micro_batch_size": True}, False),
-    ({"memory__second_gpu": "auto"}, {"optimizer__stochastic_rounding": True}, False),
-    ({"compile__enabled": True, "memory__second_gpu": "auto"}, {"compile__mode": "reduce-overhead"}, "default"),
     ({"memory__weight_dtype": "fp8"}, {"memory__int8_matmul": True}, False),
     (
         {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},
