@@ -148,7 +148,6 @@ def test_a_contradictory_preset_setting_is_dropped_and_named(settings, other, va
         {"captions__variants": 1},
         {"optimizer__name": "prodigy", "optimizer__learning_rate": 0.5, "text_encoder__learning_rates": (0.0, 0.5)},
         {"text_encoder__learning_rates": (5e-5,), "text_encoder__lora_rank": 4},
-        {"validation__split": 0.0, "validation__fold": 1, "safeguards__early_stopping": True},
     ],
 )
 def test_compatible_settings_are_unchanged(settings):

@@ -276,7 +276,7 @@ CASES: dict[str, Case] = {
     },
     "sources": {"sources": True, "loss__prior_loss_weight": 0.5, "loss__unmasked_weight": 0.1},
     "control": {
-        "validation__fold": 1,
+        "validation__split": 0.5,
         "validation__every_n_steps": 1,
         "safeguards__reduce_lr_on_plateau": True,
         "safeguards__plateau_window": 2,
