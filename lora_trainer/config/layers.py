@@ -47,9 +47,10 @@ class Layer:
 def file_layer(name: str, path: Path) -> Layer:
     """A TOML file as a layer. A preset's file, or a copy of one, has its evidence in a table beside the settings.
 
-    Raises UsageError as `read_toml`.
+    That of a base preset has another, of the models that it is for. Raises UsageError as `read_toml`.
     """
     values = read_toml(path)
+    values.pop("recognized", None)
     evidence = values.pop("evidence", None)
     clauses = evidence if isinstance(evidence, Mapping) else {}
     return Layer(name, values, {setting: str(clause) for setting, clause in clauses.items()})

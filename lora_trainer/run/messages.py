@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lora_trainer.config.layers import Resolved, flattened
-from lora_trainer.config.presets import CHOSEN, presets
+from lora_trainer.config.presets import BASES, CHOSEN, presets
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
@@ -37,12 +37,6 @@ if TYPE_CHECKING:
 MOST_FINDINGS = 8
 # In the names of models distilled for few steps whose configs are those of their base.
 DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
-# What models made from a well-known one have in their names, by the base preset for it: NoobAI was made from Illustrious.
-KNOWN_BASES = {
-    "noobai": re.compile(r"noob", re.IGNORECASE),
-    "illustrious": re.compile(r"illustrious|(?<![a-z])ilxl(?![a-z])", re.IGNORECASE),
-    "pony": re.compile(r"pony(?!tail)|(?<![a-z])pdxl", re.IGNORECASE),
-}
 VELOCITY_NAMES = re.compile(r"v[-_ ]?pred", re.IGNORECASE)
 CHECKPOINTS = (".safetensors", ".gguf")
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
@@ -77,11 +71,13 @@ def known_base_line(resolved: Resolved, facts: ModelFacts) -> str | None:
     The preset is not named where it is chosen or prompts have a prefix already; where that of another model is chosen,
     the line is a warning.
     """
-    chosen = next((preset for preset in KNOWN_BASES if CHOSEN + preset in resolved.origin.values()), "")
+    bases = [preset for preset in presets().values() if preset.kind == BASES]
+    chosen = next((preset.name for preset in bases if CHOSEN + preset.name in resolved.origin.values()), "")
     names = {f"the title {facts.title!r} in its metadata": facts.title, f"its name {facts.name}": facts.name}
     for by, name in names.items():
-        known = next((preset for preset, pattern in KNOWN_BASES.items() if pattern.search(name)), "")
-        if known and presets()[known].family == facts.family:
+        base = next((preset for preset in bases if re.search(preset.model_names, name, re.IGNORECASE)), None)
+        if base is not None and base.family == facts.family:
+            known = base.name
             line = f"base model: {known} by {printable(by)}"
             if chosen and chosen != known:
                 return f"warning: {line}, and --preset {chosen} is for another. --preset {known} is for this one"
