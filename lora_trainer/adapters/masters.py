@@ -4,8 +4,6 @@ Small updates vanish when they are added to bf16 weights, and fp32 adapters on a
 input in every layer. So the layers have copies in the base model's precision, and the optimizer has fp32 masters.
 Gradients are added to the masters once a micro-batch, weights copied back once a step.
 
-Blocks on a second GPU have their copies there (`models/memory/division.py`), and masters and optimizer stay on the first.
-
 With `optimizer.stochastic_rounding` there are no masters but the bf16 weights themselves (`optim/random_updates.py`), and the
 fp32 magnitudes of a DoRA.
 """
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Adapter:
-    """`copies` are in the model; `masters` are fp32. In an fp32 run on one GPU, and without masters, they are the same objects.
+    """`copies` are in the model; `masters` are fp32. In an fp32 run, and without masters, they are the same objects.
 
     `fixed` are tensors of the adapter in the model that are not trained, such as a LoRA's initial values: what they hold
     cannot be computed again to the bit on another machine, so checkpoints hold them.
@@ -52,8 +50,6 @@ class Adapter:
             master, gradient = self.masters[name], copy.grad
             if gradient is None:
                 continue
-            if gradient.device != master.device:  # of a block on a second GPU
-                gradient = gradient.to(master.device)
             sums, gradients = known if master.grad is not None else new
             if master.grad is None:
                 master.grad = torch.empty_like(master)
@@ -71,15 +67,9 @@ class Adapter:
             self.put(self.masters)
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values of the same names into the layers, wherever they are."""
-        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, copy in self.copies.items():
-            layers, new = by_device.setdefault(copy.device, ([], []))
-            layers.append(copy)
-            new.append(values[name])
+        """Copy values of the same names into the layers."""
         with torch.no_grad():
-            for pair in by_device.values():
-                torch._foreach_copy_(*pair)
+            torch._foreach_copy_(list(self.copies.values()), [values[name] for name in self.copies])
 
     @contextmanager
     def swapped_in(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -110,22 +100,17 @@ def make_adapter(
     *,
     has_masters: bool = True,
     fixed: dict[str, Tensor] | None = None,
-    device: torch.device | None = None,
 ) -> Adapter:
     """Masters and copies from freshly injected parameters.
 
     The parameters stay in the model and are cast to `dtype`, the base model's precision. Without masters the optimizer
-    gets them as they are then. With a `device` all masters are there, and are tensors of their own in fp32 too: the
-    parameters may be on several.
+    gets them as they are then.
     """
-    if dtype == torch.float32 and device is None:
+    if dtype == torch.float32:
         return Adapter(parameters, parameters, fixed or {})
     masters = parameters
     if has_masters:
-        masters = {
-            name: nn.Parameter(each.detach().to(device or each.device, torch.float32, copy=True))
-            for name, each in parameters.items()
-        }
+        masters = {name: nn.Parameter(each.detach().to(torch.float32, copy=True)) for name, each in parameters.items()}
     for name, parameter in parameters.items():
         is_wide = ".lora_magnitude_vector." in name  # as large as the weights: bf16 would hide steps
         parameter.data = parameter.data.to(torch.float32 if is_wide else dtype)

@@ -24,8 +24,7 @@ class TimestepRank:
     exponent: float
     timesteps: int
     noise: Tensor | None = None  # [B]: (T - t) / T of the samples of a forward pass; None: all rows
-    # Of this pass, by rank and device.
-    masks: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor] = field(default_factory=dict)  # of this pass, by rank
 
     def rows(self, t: Tensor, rank: int) -> Tensor:
         """How many rows of a layer's `rank` are trained at timesteps t [B]: int64 [B]."""
@@ -52,12 +51,10 @@ class TimestepRank:
         if len(small) != len(self.noise):
             message = f"A layer of the LoRA sees {len(small)} rows in a batch of {len(self.noise)}, so lora.timestep_min_rank cannot tell its samples apart."
             raise TrainingFailed(Problem(message, "Leave that layer out of lora.target_modules, or remove it."))
-        key = (rank, small.device)
-        if key not in self.masks:
+        if rank not in self.masks:
             places = torch.arange(rank, device=small.device)
-            rows = self.rows(self.noise, rank).to(small.device)
-            self.masks[key] = (places < rows[:, None]).to(small.dtype)
-        return self.masks[key]
+            self.masks[rank] = (places < self.rows(self.noise, rank)[:, None]).to(small.dtype)
+        return self.masks[rank]
 
     def watch(self, down: nn.Linear | nn.Conv2d) -> None:
         """Mask the output of a down projection, [B, …, rank] or [B, rank, h, w]."""

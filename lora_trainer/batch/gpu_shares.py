@@ -17,7 +17,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.memory_plan.estimate import LARGEST_SHARE, what_would_fit
-from lora_trainer.run.plans.plan import Plan, make_plan, undivided
+from lora_trainer.run.plans.plan import Plan, make_plan
 
 # The shares, in order: 0.05, 0.1, … and 1/2, 1/3, …, in the four digits that Ray counts.
 STEPS = tuple(sorted({jobs / 20 for jobs in range(1, 21)} | {10_000 // jobs / 10_000 for jobs in range(1, 21)}))
@@ -81,7 +81,6 @@ class GpuShares:
 
     def of(self, resolved: Resolved) -> GpuShare:
         """The share of a job. Raises UsageError where its plan fits no GPU."""
-        resolved = undivided(resolved)  # a job sees one GPU
         # Jobs have one plan if all settings are equal but the run's name and where its images are.
         document = resolved.config.model_dump(mode="json", exclude={"run"})
         document["data"]["sources"] = [{**source, **NO_PLACES} for source in document["data"]["sources"]]

@@ -22,7 +22,6 @@ def settings_against(config: Config) -> str:
         "train.auto_find_micro_batch_size": config.train.auto_find_micro_batch_size,
         "train.deterministic": config.train.deterministic,
         "memory.offload_activations": config.memory.offload_activations,
-        "memory.second_gpu": config.memory.second_gpu is not None,
         "compile.enabled": config.compile.enabled is True,
         "profile.enabled": config.profile.enabled,
     }

@@ -145,7 +145,6 @@ MEASURES: Mapping[str, Measure] = {
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
     "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
     "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
-    "trackers": Measure("what trackers cost a step", "trials.tracker_cost", frozenset({"tiny", "subjects"})),
     "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
     "adapters": Measure(
         "what each kind of adapter costs and learns",

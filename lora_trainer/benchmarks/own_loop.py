@@ -20,7 +20,6 @@ from lora_trainer.monitor.progress import step_line
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.monitor.watches import Watches
 from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.recovery import Rollback
@@ -35,19 +34,11 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_loop(
-    run: Run,
-    folder: Path,
-    split: Split,
-    rate: float | None = STILL,
-    trackers: Trackers | None = None,
-    watches: Watches | None = None,
-) -> Iterator[Way]:
+def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
-    Steps come in order, whatever number is requested. Nothing is validated, saved or sampled. `rate` replaces the
-    settings' learning rate; None keeps it. `trackers` replace those of the settings; nothing is watched
-    without `watches`. Raises UserError, and Stopped for a signal.
+    Steps come in order, whatever number is requested. Nothing is validated, saved, sampled or watched. `rate` replaces
+    the settings' learning rate; None keeps it. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = replace(
@@ -63,13 +54,12 @@ def own_loop(
     )
     with ExitStack() as stack:
         source = stack.enter_context(closing(prefetch(read_steps(run, 0), READ_AHEAD)))
-        if trackers is None:
-            threads = TrackerThreads(run.config.run.trackers, TrackedRun(folder.name, folder))
-            stack.callback(threads.finish, RunEnding("done", 0))
-            trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1, threads=threads)))
+        threads = TrackerThreads(run.config.run.trackers, TrackedRun(folder.name, folder))
+        stack.callback(threads.finish, RunEnding("done", 0))
+        trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1, threads=threads)))
         console = Console(file=io.StringIO())
         show = stack.enter_context(step_line(console, run.total_steps, 0))
-        reporter = Reporter(trackers, show, run.say, watches)
+        reporter = Reporter(trackers, show, run.say)
         loop = training_loop(run, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
 
         def step(number: int) -> None:

@@ -280,11 +280,6 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("strengths", "checkpoints", "both"),
         help="advise which strength, or which of the run's kept checkpoints, to use",
     )
-    parser.add_argument(
-        "--folds",
-        action="store_true",
-        help="train two more LoRAs, each on one half of the run's images, and measure `learned` on the other halves",
-    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     add_offline_argument(parser)
     add_settings_arguments(parser)
@@ -298,7 +293,7 @@ def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown, lora=lora, extra=extra)
     from lora_trainer.cli.validate import validate_command
 
-    return validate_command(lora, arguments.validation, arguments.json, resolved.config, arguments.folds)
+    return validate_command(lora, arguments.validation, arguments.json, resolved.config)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:

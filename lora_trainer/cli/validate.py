@@ -16,24 +16,16 @@ from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.verdict import SCALES, VerdictPart
 from lora_trainer.monitor.console import Console
-from lora_trainer.run.folds import measure_folds
 from lora_trainer.run.score_lora import score_lora
 
 if TYPE_CHECKING:
     from lora_trainer.evaluation.lora_choice import LoraChoice
 
 
-def validate_command(
-    lora: str | Path, data: str | Path | None, as_json: bool, config: Config, folds: bool = False
-) -> int:
-    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4. Raises UserError.
-
-    With `folds` two more LoRAs are trained before, to measure `learned` where its run trained on all images.
-    """
-    path, images = Path(lora), None if data is None else Path(data)
-    if folds:
-        measure_folds(path, images, config, _say)
-    report = score_lora(path, images, config, _say)
+def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
+    """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4. Raises UserError."""
+    path = Path(lora)
+    report = score_lora(path, None if data is None else Path(data), config, _say)
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -86,9 +78,8 @@ def part_lines(name: str, part: VerdictPart, minimum: float) -> list[str]:
 def _numbers(numbers: Any) -> list[str]:
     lines = []
     if learned := numbers.get("learning"):
-        whose = "validation loss of the two folds" if learned.get("folds") else "validation loss"
         lines.append(
-            f"{whose} {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
+            f"validation loss {learned['base']:.4f} -> {learned['lora']:.4f}: {learned['mean']:.1%} lower "
             f"(95 % interval {learned['low']:.1%} to {learned['high']:.1%})"
         )
     if "drift" in numbers:

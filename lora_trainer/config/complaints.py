@@ -35,10 +35,7 @@ _WISHES = {
     "model_type": "paths or tables",
     "model_attributes_type": "paths or tables",
 }
-_DEVICES = {  # by the pattern of a setting
-    r"^(auto|cpu|cuda:\d+)$": "auto, cpu, or a GPU such as cuda:1",
-    r"^(auto|cuda:\d+)$": "auto, or a GPU such as cuda:1",
-}
+_PATTERNS = {r"^(auto|cpu|cuda:\d+)$": "auto, cpu, or a GPU such as cuda:1"}
 FAMILY_NAMES = Path(__file__).with_name("family_names.toml")
 _TABLES: Mapping[str, type[Section]] = {"sources": SourceSection, "captions": CaptionsSection}
 
@@ -110,7 +107,7 @@ def _wrong_value(
             for name, item in detail.get("ctx", {}).items()
         }
         wish = _WISHES[detail["type"]].format(**context) if detail["type"] in _WISHES else detail["msg"]
-        wish = _DEVICES.get(context.get("pattern", ""), wish)
+        wish = _PATTERNS.get(context.get("pattern", ""), wish)
         if detail["loc"][-1] in _TABLES and detail["type"].startswith("model_"):
             wish = "a table, such as {shuffle = true}"
         if detail["type"] == "tuple_type":

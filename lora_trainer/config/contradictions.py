@@ -33,13 +33,6 @@ WITHOUT_FSDP = {  # settings that cannot be used with it, and why
     "train.auto_find_micro_batch_size": "needs the same passes in every process, and each would try sizes alone",
     "hardware.channels_last": "gathers weights in plain memory order",
 }
-WITHOUT_SECOND_GPU = {  # the same
-    "memory.fsdp": "divides the model of one process, and FSDP needs several",
-    "memory.blocks_to_swap": "keeps all weights on two GPUs",
-    "memory.offload_activations": "leaves activations on two GPUs, of which only the first is offloaded",
-    "train.auto_find_micro_batch_size": "needs memory on two GPUs, and only the first is measured",
-    "optimizer.stochastic_rounding": "keeps weights on two GPUs, and the optimizer rounds weights on the first",
-}
 
 
 @dataclass(frozen=True)
@@ -434,21 +427,13 @@ def memory(settings: Settings) -> list[Yields]:
         if settings[name] not in MOVES_NOTHING:
             reason = f"memory.fsdp={strategy} {WITHOUT_FSDP[name]}"
             found.append(Yields(name, settings.default(name), reason, f"Remove {name}, or memory.fsdp."))
-    second = settings["memory.second_gpu"]
-    for name in WITHOUT_SECOND_GPU if second else ():
-        if settings[name] not in (*MOVES_NOTHING, None):
-            reason = f"memory.second_gpu={second} {WITHOUT_SECOND_GPU[name]}"
-            found.append(Yields(name, settings.default(name), reason, f"Remove {name}, or memory.second_gpu."))
     moves = [
         name
         for name in ("blocks_to_swap", "offload_activations", "fsdp")
         if settings[f"memory.{name}"] not in (*MOVES_NOTHING, None)
     ]
-    moves += ["second_gpu"] if second else []
     if moves and settings["compile.enabled"] and settings["compile.mode"] in WITH_GRAPHS:
-        why = "are of one GPU" if moves == ["second_gpu"] else "hold addresses"
-        what = "uses two" if moves == ["second_gpu"] else "changes them"
-        name, reason = "compile.mode", f"CUDA graphs {why}, and memory.{moves[0]} {what}"
+        name, reason = "compile.mode", f"CUDA graphs hold addresses, and memory.{moves[0]} changes them"
         found.append(Yields(name, "default", reason, f"Set {name}=default, or remove memory.{moves[0]}."))
     return found
 

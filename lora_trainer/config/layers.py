@@ -49,9 +49,10 @@ class Layer:
 def file_layer(name: str, path: Path) -> Layer:
     """A TOML file as a layer. A preset's file, or a copy of one, has its evidence in a table beside the settings.
 
-    Raises UsageError as `read_toml`.
+    That of a base preset has another, of the models that it is for. Raises UsageError as `read_toml`.
     """
     values = read_toml(path)
+    values.pop("recognized", None)
     evidence = values.pop("evidence", None)
     clauses = evidence if isinstance(evidence, Mapping) else {}
     return Layer(name, values, {setting: str(clause) for setting, clause in clauses.items()})
@@ -99,6 +100,12 @@ def resolved_as(
     """Merged settings as a config. `before` says who set them until some gave way, which have no evidence then."""
     kept = {name: clause if settings.origin[name] == before[name] else "" for name, clause in evidence.items()}
     return Resolved(Config.model_validate(settings.values), settings.origin, tuple(notes), kept)
+
+
+def with_values(config: Config, sections: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The same config with other values of some settings, by section and name; they are not checked."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def flattened(config: Config) -> dict[str, Any]:

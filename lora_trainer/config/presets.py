@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.layers import Layer, file_layer
+from lora_trainer.config.toml import read_toml
 from lora_trainer.core.errors import Problem, nearest
 
 AUTO, CHOSEN = "auto", "preset "
@@ -30,6 +31,8 @@ _REPORTED_SHARE = 0.91
 class Preset:
     """One file: `kind` is its folder, `description` its first line, a comment, `family` that of a base preset's models.
 
+    `model_names` is a regular expression for the names of models that a base preset is for; case does not matter.
+
     `evidence` has a clause for each `section.key` that it sets, such as `published: kohya's docs/train_network.md`:
     `measured` is on the built-in base model with three seeds and two datasets (one where it says so), the 95 % interval of
     the paired difference above 0; `published` names who; `untested` is the rest.
@@ -41,6 +44,7 @@ class Preset:
     values: Mapping[str, Any]
     evidence: Mapping[str, str]
     family: str = ""
+    model_names: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,11 @@ def presets() -> dict[str, Preset]:
 def _read(path: Path) -> Preset:
     first_line = path.read_text(encoding="utf-8").partition("\n")[0]
     layer, (kind, *family) = file_layer(path.stem, path), path.relative_to(preset_folder()).parts[:-1]
-    return Preset(path.stem, kind, first_line.lstrip("# ").strip(), layer.values, layer.evidence, "".join(family))
+    description = first_line.lstrip("# ").strip()
+    if kind != BASES:
+        return Preset(path.stem, kind, description, layer.values, layer.evidence)
+    names = read_toml(path)["recognized"]["names"]
+    return Preset(path.stem, kind, description, layer.values, layer.evidence, "".join(family), names)
 
 
 def preset_layer(name: str, origin: str) -> Layer:

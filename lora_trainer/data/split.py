@@ -12,7 +12,6 @@ LEAST_VALIDATION_IMAGES = 12  # by default, where any are kept: fewer have too w
 FEWEST_IMAGES = 40  # below this none is kept unless asked for: a small set needs each of its images
 MOST_COMPARED = 64  # images that a LoRA's samples are compared with
 FEWEST_COMPARED = 4  # validation images whose captions are compared while training
-FEWEST_FOR_FOLDS = 4  # distinct images: fewer give no interval over images
 MOST_VALIDATION_IMAGES = 16  # more would cost time at every validation and tell little
 
 
@@ -21,12 +20,10 @@ def split_validation(
     share: float | None,
     seed: int = 0,
     kin: Mapping[str, str] | None = None,
-    fold: int = 0,
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """(train, validation), each in the order given.
 
-    Without a `share`, 10 % of sets of `FEWEST_IMAGES` or more, but at least `LEAST_VALIDATION_IMAGES`. With a `fold`, 1 or 2,
-    that half of the images whatever the share: no image is in both, and each is in one. None where one would be empty.
+    Without a `share`, 10 % of sets of `FEWEST_IMAGES` or more, but at least `LEAST_VALIDATION_IMAGES`.
 
     Chosen by a hash of the content and the seed: the split of a dataset does not depend on names or
     order, a new image moves at most as many as the count changes and one more, and
@@ -41,9 +38,6 @@ def split_validation(
             groups.setdefault(leaders.get(sample.content, sample.content), set()).add(sample.content)
     kept = {leaders.get(sample.content, sample.content) for sample in samples if sample.regularization}
     apart = [group for leader, group in groups.items() if leader not in kept]
-    if fold:
-        halves = _halves(apart, seed)
-        return _parted(samples, halves[fold - 1] if all(halves) else set())
     contents = sum(map(len, groups.values()))
     least = 1
     if share is None:
@@ -58,19 +52,7 @@ def split_validation(
             left -= len(group)
         if left == 0:
             break
-    return _parted(samples, chosen)
-
-
-def _halves(groups: Sequence[set[str]], seed: int) -> tuple[set[str], set[str]]:
-    """The contents of two halves that differ in size as little as whole groups allow: the largest group first."""
-    halves: tuple[set[str], set[str]] = (set(), set())
-    for group in sorted(groups, key=lambda group: (-len(group), _rank(min(group), seed))):
-        min(halves, key=len).update(group)
-    return halves
-
-
-def _parted(samples: Sequence[Sample], chosen: set[str]) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """(train, validation): of the chosen contents all but regularization images are validation images."""
+    # Of the chosen contents, all but regularization images are validation images.
     is_held = [not sample.regularization and sample.content in chosen for sample in samples]
     train = tuple(sample for sample, out in zip(samples, is_held, strict=True) if not out)
     validation = tuple(sample for sample, out in zip(samples, is_held, strict=True) if out)

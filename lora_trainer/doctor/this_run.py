@@ -49,8 +49,8 @@ def describe_run(resolved: Resolved, facts: MachineFacts) -> Described:
         from lora_trainer.run.choices import FIRST_GPU, Gpu, choose_training_device
 
         gpus = [Gpu(index, each.name, each.gib or 0.0) for index, each in enumerate(facts.torch.devices)]
-        wanted, taken = resolved.config.hardware.text_encoder_device, resolved.config.memory.second_gpu
-        gpu = facts.torch.devices[choose_training_device(wanted, taken, FIRST_GPU, gpus).index].gib
+        wanted = resolved.config.hardware.text_encoder_device
+        gpu = facts.torch.devices[choose_training_device(wanted, FIRST_GPU, gpus).index].gib
     try:
         return Described(resolved, make_plan(resolved, gpu_gib=gpu, here=gpu is not None))
     except UsageError as problem:

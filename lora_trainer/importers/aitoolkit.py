@@ -338,7 +338,6 @@ RULES: Mapping[str, KeyRule] = {
     "train.lr_scheduler": by(_schedule, "lr_scheduler.name lr_scheduler.warmup_steps", "others than ours are replaced"),
     "train.lr_scheduler_params.num_warmup_steps": same("lr_scheduler.warmup_steps", whole),
     "train.dtype": PRECISION,
-    "model.split_model_over_gpus": switch("memory.second_gpu", "auto", "over two GPUs, by their free memory"),
     "model.quantize": by(_quantized, "memory.weight_dtype", OTHER_BITS),
     "model.qtype": part_of("model.quantize", "memory.weight_dtype"),
     "model.is_v_pred": prediction("model.name_or_path", "v_prediction"),

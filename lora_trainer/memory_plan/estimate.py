@@ -16,7 +16,7 @@ from typing import Literal
 
 from lora_trainer.config.schema import Blocks
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.memory_plan.profiles import Cut, Footprint, MemoryModel, Sizes
+from lora_trainer.memory_plan.profiles import MemoryModel, Sizes
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
 from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
@@ -83,8 +83,6 @@ class Demand:
     guided: bool = False  # `loss.guidance_target`
     shards: int = 1  # processes that share the base model's weights (`memory.fsdp`)
     regathered: bool = True  # for the backward pass, in place of gathered blocks that wait for it
-    divided: bool = False  # the later blocks are on a second GPU (`memory.second_gpu`)
-    second_limit_gib: float | None = None
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
 
     @property
@@ -114,26 +112,8 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class SecondParts:
-    """Memory of the second GPU at its own peak of a step, in GiB, with so many `blocks` on it."""
-
-    blocks: int
-    weights: float
-    adapter: float  # the copies; masters, their gradients and the optimizer are on the first GPU
-    activations: float
-    overhead: float
-
-    @property
-    def peak(self) -> float:
-        return self.weights + self.adapter + self.activations + self.overhead
-
-
-@dataclass(frozen=True)
 class Parts:
-    """GPU memory at the peak of a step, in GiB, and the operations of a step, in TFLOP.
-
-    With a `second` GPU all but the operations is of the first.
-    """
+    """GPU memory at the peak of a step, in GiB, and the operations of a step, in TFLOP."""
 
     weights: float
     adapter: float
@@ -141,7 +121,6 @@ class Parts:
     activations: float
     overhead: float
     tflop: float
-    second: SecondParts | None = None
 
     @property
     def peak(self) -> float:
@@ -182,36 +161,12 @@ def parts_of(
         blocks_swapped,
         demand.offloaded,
     )
-    if demand.divided and not blocks_swapped and demand.memory_model.cuts is not None:
-        cuts = demand.memory_model.cuts(sizes, precision)[1:]  # the first has no block on the second GPU
-        divided = [replace(_sum_up(demand, sizes, precision, cut.first, 1), second=_second_parts(cut)) for cut in cuts]
-        return min(divided, key=lambda parts: _fullest(demand, parts))
-    return _sum_up(demand, sizes, precision, demand.memory_model.footprint(sizes, precision), runs)
-
-
-def _fullest(demand: Demand, parts: Parts) -> float:
-    """How full the fuller one of two GPUs is: a share of its limit, or GiB where nothing limits them."""
-    second = 0.0 if parts.second is None else parts.second.peak / (demand.second_limit_gib or 1.0)
-    return max(parts.peak / (demand.limit_gib or 1.0), second)
-
-
-def _second_parts(cut: Cut) -> SecondParts:
-    found = cut.second
-    overhead = CONTEXT_GIB + FRAGMENTATION * (found.copies + found.activations) / GIB
-    return SecondParts(
-        cut.blocks, found.weights / GIB, found.copies / GIB, (found.gradients + found.activations) / GIB, overhead
-    )
-
-
-def _sum_up(demand: Demand, sizes: Sizes, precision: str, found: Footprint, runs: int) -> Parts:
-    """The parts of the GPU that has this footprint, the masters and the optimizer."""
-    micro, checkpointed = sizes.micro, sizes.checkpointed
+    found = demand.memory_model.footprint(sizes, precision)
     shapes, texts, itemsize = demand.shapes * runs, demand.texts, 4 if precision == "fp32" else 2
     numbers = sum(map(math.prod, shapes))
     masters = 4 * numbers
     copies = runs * found.copies + itemsize * sum(map(math.prod, texts.shapes))
-    is_shared = (precision == "fp32" and not demand.divided) or demand.rounded
-    own = copies if is_shared else copies + masters
+    own = copies if precision == "fp32" or demand.rounded else copies + masters
     summed = itemsize * numbers if demand.rounded else masters  # gradients that the optimizer gets
     widened = 8 * min(numbers, ROUNDED_AT_ONCE) if demand.rounded else 0
     state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
@@ -282,18 +237,12 @@ def weights_on_gpu(demand: Demand, precision: str) -> int:
 
 
 def weights_fit(demand: Demand, precision: str) -> bool:
-    """Whether the base model alone fits, on both GPUs where it is divided; true where blocks are swapped."""
-    if demand.divided and demand.limit_gib is not None and demand.second_limit_gib is not None:
-        return weights_on_gpu(demand, precision) <= LARGEST_SHARE * (demand.limit_gib + demand.second_limit_gib) * GIB
+    """Whether the base model alone fits; true where blocks are swapped."""
     share = LARGEST_SHARE * (math.inf if demand.limit_gib is None else demand.limit_gib)
     return bool(demand.swapped) or weights_on_gpu(demand, precision) <= share * GIB
 
 
 def fits(demand: Demand, parts: Parts) -> bool:
-    """Whether a step does, on both GPUs where the model is divided."""
-    second, limit = parts.second, demand.second_limit_gib
-    if second is not None and limit is not None and second.peak > LARGEST_SHARE * limit:
-        return False
     return demand.limit_gib is None or parts.peak <= LARGEST_SHARE * demand.limit_gib
 
 
@@ -322,7 +271,7 @@ def choose_fit(demand: Demand) -> MemoryPlan:
     for tried in candidate_plans(demand):
         if tried.fits:
             return tried
-        if smallest is None or _fullest(demand, tried.parts) < _fullest(demand, smallest.parts):
+        if smallest is None or tried.parts.peak < smallest.parts.peak:
             smallest = tried
     assert smallest is not None
     return smallest
@@ -468,17 +417,10 @@ def refuse_what_does_not_fit(demand: Demand, fit: MemoryPlan) -> None:
 
 def shortage(demand: Demand, fit: MemoryPlan) -> str:
     """A sentence with the peak and the limit."""
-    limit, second = demand.limit_gib or math.inf, fit.parts.second
-    peak, what = f"{fit.parts.peak:.1f} GiB", f"{fit.precision} weights"
-    what += f", {fit.checkpointed} of {fit.blocks} blocks checkpointed"
-    if second is None:
-        what += f" and {fit.swapped} of {fit.swappable} swapped"
-        return f"Training needs {peak} at its peak, with {what}; {to_use(limit)}."
-    other = demand.second_limit_gib
-    also = f", and {to_use(other)}" if other is not None and other != limit else ""
+    limit = demand.limit_gib or math.inf
     return (
-        f"Training needs {peak} on the first GPU and {second.peak:.1f} GiB on the second, with {what} and "
-        f"{second.blocks} blocks on the second; {to_use(limit)}{also}."
+        f"Training needs {fit.parts.peak:.1f} GiB at its peak, with {fit.precision} weights, {fit.checkpointed} of "
+        f"{fit.blocks} blocks checkpointed and {fit.swapped} of {fit.swappable} swapped; {to_use(limit)}."
     )
 
 
@@ -501,21 +443,16 @@ def what_would_fit(demand: Demand) -> list[str]:
             if (" " not in option and option.partition("=")[0] != name) and all_fits(changed)
         )
         found += islice(others, 1)
-    relaxed = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))))
-    if not demand.divided:
-        relaxed = replace(relaxed, streaming="auto")
+    relaxed = replace(demand, precisions=tuple(dict.fromkeys((*demand.precisions, *NARROWER))), streaming="auto")
     smallest = choose_fit(relaxed)
-    second = smallest.parts.second
-    needed = max(smallest.parts.peak, *too_large(relaxed, smallest).values(), second.peak if second else 0.0)
-    gpus = f"{'two GPUs' if second else 'a GPU'} of {math.ceil(needed / LARGEST_SHARE)} GiB"
-    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit {gpus}."]
+    needed = max(smallest.parts.peak, *too_large(relaxed, smallest).values(), 0.0)
+    gpu = math.ceil(needed / LARGEST_SHARE)
+    return [f"It would fit with --set {assignment}." for assignment in found] or [f"It would fit a GPU of {gpu} GiB."]
 
 
 def milder(demand: Demand) -> Iterator[tuple[str, Demand]]:
     """Single changes, then some together, as (settings, demand), mildest first."""
     yield from cheap_changes(demand)
-    if demand.divided:
-        return  # each of the others would be traced, for seconds
     for rank in SMALLER_RANKS:
         if rank < demand.rank:
             yield f"lora.rank={rank}", replace(demand, rank=rank)
@@ -542,9 +479,7 @@ def cheap_changes(demand: Demand) -> Iterator[tuple[str, Demand]]:
             yield "memory.weight_dtype=fp8 --set memory.gradient_checkpointing=auto", small
     if demand.precisions[-1] != "nf4":
         yield "memory.weight_dtype=nf4", replace(demand, precisions=("nf4",))
-    if demand.divided:
-        yield "memory.second_gpu=none", replace(demand, divided=False, streaming="auto")
-    elif demand.streaming != "auto":
+    if demand.streaming != "auto":
         yield "memory.blocks_to_swap=auto", replace(demand, streaming="auto")
     if (demand.max_micro or 0) > 1:
         yield "train.max_micro_batch_size=1", replace(demand, max_micro=1)

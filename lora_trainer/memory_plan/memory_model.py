@@ -12,19 +12,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.core.version import __version__
-from lora_trainer.memory_plan.profiles import FORM_OF, Cut, Footprint, MemoryModel, Sizes
+from lora_trainer.memory_plan.profiles import FORM_OF, Footprint, MemoryModel, Sizes
 from lora_trainer.models.family import Architecture, Family
 
 if TYPE_CHECKING:
     from lora_trainer.adapters.base import AdapterOptions
     from lora_trainer.config.schema import CheckpointingMode, Precision
-    from lora_trainer.memory_plan.trace import DividedTrace, Subject
+    from lora_trainer.memory_plan.trace import Subject
 
 STEPS_OF_CHECKPOINTING = 6  # numbers of checkpointed blocks to try
 
@@ -78,30 +77,12 @@ def traced_memory_model(
         away = less[min(sizes.swapped, len(less) - 1)]  # in 4 bits a tiny model has fewer blocks that are worth a swap
         return replace(found, weights=weights(kept) - away)
 
-    def cuts(sizes: Sizes, precision: str) -> list[Cut]:
-        kept = "bf16" if precision == "fp16" else precision
-        is_alike = FORM_OF[kept] == "narrow" and not (products and kept == "int8")
-        form = "fp8" if is_alike else kept
-        found = remembered(f"divided {form} {sizes}", lambda: asdict(_divided(subject(sizes.rank, form), sizes)))
-        own = remembered(f"divisible {kept} {sizes.rank}", lambda: subject(sizes.rank, kept).divisible)
-        away = [(0, 0), *accumulate(reversed(own), lambda sums, sizes: (sums[0] + sizes[0], sums[1] + sizes[1]))]
-        return [
-            Cut(
-                count,
-                Footprint(weights(kept) - there, found["copies"] - copies, 0, first, found["flops"]),
-                Footprint(there, copies, 0, second, 0),
-            )
-            for count, ((there, copies), first, second) in enumerate(
-                zip(away, found["first"], found["second"], strict=True)
-            )
-        ]
-
     blocks = remembered("blocks", lambda: subject(rank, "bf16").blocks)
     stride = max(1, blocks // STEPS_OF_CHECKPOINTING)
     most = len(freed("bf16")) - 1
     facts = architecture.facts  # named by its family where no model is: the published one
     source = "traced on this model" if facts.name != facts.family else "traced on the published model"
-    return MemoryModel(source, blocks, stride, most, shapes, weights, footprint, traced=True, cuts=cuts)
+    return MemoryModel(source, blocks, stride, most, shapes, weights, footprint, traced=True)
 
 
 def _subject(
@@ -152,32 +133,19 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
     """
     from lora_trainer.memory_plan.trace import trace
 
-    height, width = _sides(subject, sizes.area)
+    step = subject.architecture.facts.pixel_step // subject.architecture.facts.downscale
+    most = max(1, math.isqrt(sizes.area) // step) * step
+    height = next((side for side in range(most, most // 2, -step) if sizes.area % (side * step) == 0), most)
     found = trace(
         subject,
         micro=sizes.micro,
         height=height,
-        width=width,
+        width=math.ceil(sizes.area / height / step) * step,
         checkpointed=sizes.checkpointed,
         recompute=cast("CheckpointingMode", sizes.recompute),
         offloaded=sizes.offloaded,
     )
     return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
-
-
-def _divided(subject: Subject, sizes: Sizes) -> DividedTrace:
-    from lora_trainer.memory_plan.trace import trace_division
-
-    shape = (sizes.micro, *_sides(subject, sizes.area))
-    return trace_division(subject, shape, sizes.checkpointed, sizes.recompute)
-
-
-def _sides(subject: Subject, area: int) -> tuple[int, int]:
-    """Height and width of latents of that area: a square, else a rectangle that the denoiser can read."""
-    step = subject.architecture.facts.pixel_step // subject.architecture.facts.downscale
-    most = max(1, math.isqrt(area) // step) * step
-    height = next((side for side in range(most, most // 2, -step) if area % (side * step) == 0), most)
-    return height, math.ceil(area / height / step) * step
 
 
 def _key(

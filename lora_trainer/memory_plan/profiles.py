@@ -61,22 +61,12 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A step with the last `blocks` blocks on a second GPU: what each of the two GPUs holds at its own peak."""
-
-    blocks: int
-    first: Footprint
-    second: Footprint
-
-
-@dataclass(frozen=True)
 class MemoryModel:
     """How much memory the steps of one model take, with one choice of LoRA targets.
 
     Any number of the `swappable` blocks can be swapped. `shapes` returns the LoRA's tensors for a rank, `weights` the
     bytes of the base model in a precision, `footprint` the peak for sizes and a precision. `stride` is by how many
-    blocks to try more checkpointing: a footprint is free from a profile, and takes seconds where it is `traced`. `cuts`
-    are the divisions over two GPUs, of a traced model.
+    blocks to try more checkpointing: a footprint is free from a profile, and takes seconds where it is `traced`.
     """
 
     source: str
@@ -87,7 +77,6 @@ class MemoryModel:
     weights: Callable[[str], int]
     footprint: Callable[[Sizes, str], Footprint]
     traced: bool = False
-    cuts: Callable[[Sizes, str], Sequence[Cut]] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate
 from operator import sub
 from typing import Any, cast
 
@@ -34,7 +33,6 @@ from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.frozen import widen_kept
 from lora_trainer.models.memory.block_swap import freed_by_swapping
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.models.memory.division import BlockWatch, divisible_blocks
 from lora_trainer.models.memory.offload import AHEAD, Offload
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.optim.clipping import make_clip
@@ -95,17 +93,6 @@ class Subject:
     def freed(self) -> list[int]:
         """Bytes that are not on the GPU when none, one, two, … blocks are swapped."""
         return freed_by_swapping(self.denoiser)
-
-    @property
-    def divisible(self) -> list[tuple[int, int]]:
-        """Bytes of the frozen weights and of the adapter's copies of each block that can be on a second GPU."""
-        found = []
-        for block in divisible_blocks(self.denoiser):
-            sizes = {False: 0, True: 0}
-            for tensor in (*block.parameters(), *block.buffers()):
-                sizes[tensor.requires_grad] += _allocated(tensor.untyped_storage().nbytes())
-            found.append((sizes[False], sizes[True]))
-        return found
 
     @property
     def weights(self) -> int:
@@ -183,48 +170,6 @@ def trace(
         copy.grad = None
     live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
     return Trace(weights, sum(resident) - weights, live, tuple(account.flops))
-
-
-@dataclass(frozen=True)
-class DividedTrace:
-    """The largest memory besides weights and copies of each GPU, with none, one, two, … of the last blocks on the second."""
-
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    copies: int
-    flops: int
-
-
-def trace_division(subject: Subject, sizes: tuple[int, int, int], checkpointed: int, recompute: str) -> DividedTrace:
-    """One trace for all divisions over two GPUs, of latents of these `sizes`: micro-batch, height, width.
-
-    Each tensor counts for the block that runs when it is made, or whose backward pass runs. What crosses forward counts on the
-    other GPU, too, as if it stayed there until the peak; the gradients that cross back do not.
-    """
-    micro, height, width = sizes
-    with BlockWatch(subject.denoiser) as watch:
-        found = trace(
-            subject,
-            micro=micro,
-            height=height,
-            width=width,
-            checkpointed=checkpointed,
-            recompute=cast("CheckpointingMode", recompute),
-            split=lambda size: ((watch.running, 1.0),),
-            kinds=watch.kinds,
-        )
-    later = [*zip(*(accumulate(reversed(moment)) for moment in found.live), strict=True)]  # of the last 1, 2, … kinds
-    whole = later[-1]
-    arriving = [watch.arriving(count) for count in range(1, watch.kinds)]
-    return DividedTrace(
-        first=(
-            max(whole),
-            *(max(map(sub, whole, part)) + more for part, (more, _) in zip(later[:-1], arriving, strict=True)),
-        ),
-        second=(0, *(max(part) + more for part, (_, more) in zip(later[:-1], arriving, strict=True))),
-        copies=found.copies,
-        flops=sum(found.flops),
-    )
 
 
 class Account(TorchDispatchMode):

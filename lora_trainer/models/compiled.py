@@ -39,7 +39,6 @@ class Compiled:
     kinds: dict[str, int] = field(default_factory=dict)  # class -> blocks
     forms: int = 0
     on: bool = True
-    is_checked: bool = False  # against eager's gradients, and found to agree
     last_count: Count | None = None
     compiled_before: bool = False  # a graph of these blocks, for one size
     seconds: float = 0.0  # spent compiling them, as far as `news` counted it

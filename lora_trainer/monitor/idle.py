@@ -24,16 +24,7 @@ OTHERS_GIB = 1.0
 RECENT_ROWS = 30  # of system.jsonl, in which the cause of an idle GPU is looked for while a run trains
 
 CauseName = Literal[
-    "elsewhere",
-    "data",
-    "swap",
-    "block_swap",
-    "second_gpu",
-    "launches",
-    "throttled",
-    "slow_gpu",
-    "other_programs",
-    "unknown",
+    "elsewhere", "data", "swap", "block_swap", "launches", "throttled", "slow_gpu", "other_programs", "unknown"
 ]  # "launches" of a run that is compiled, or on a CPU: its operators are too small
 
 
@@ -44,7 +35,6 @@ class IdleSetup:
     cached: bool = True
     compiled: bool = False
     swapped: int = 0  # blocks
-    divided: bool = False  # over two GPUs
     weight_dtype: str = "bf16"  # of the frozen weights
     micro: int = 1
     samples: int = 1  # of a step in one process
@@ -153,10 +143,6 @@ def waits(means: Mapping[str, float], setup: IdleSetup) -> list[IdleCause]:
         blocks = "1 block is" if setup.swapped == 1 else f"{setup.swapped} blocks are"
         what = f"{blocks} swapped between CPU and GPU, and the GPU waits for the copies"
         found.append(IdleCause("block_swap", what, *fix_of("block_swap", setup)))
-    if setup.divided and busy < BUSY_THREAD:
-        what = "the later blocks are on a second GPU, and while it computes, this one waits"
-        to_do = "A step is as fast as on one large GPU. Remove memory.second_gpu if the model fits one of yours."
-        found.append(IdleCause("second_gpu", what, to_do))
     if busy >= BUSY_THREAD:
         what = f"the CPU launches the GPU's work too slowly: the training thread uses {busy:.0%} of one core"
         found.append(IdleCause("launches", what, *fix_of("launches", setup)))

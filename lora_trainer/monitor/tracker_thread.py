@@ -142,12 +142,6 @@ class TrackerThreads:
         for thread in self._threads:
             thread.put(TrackerCall(method, arguments))
 
-    def settle(self, seconds: float) -> None:
-        """Wait until all that was queued is written."""
-        until = time.monotonic() + seconds
-        for thread in self._threads or ():
-            thread.settle(until)
-
     def finish(self, ending: RunEnding) -> None:
         """End all trackers that were opened; waits for at most `wait_seconds`, less after a signal."""
         if self._threads is None or self._run is None:

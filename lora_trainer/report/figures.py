@@ -211,9 +211,7 @@ def lora_numbers(run: RunReport) -> list[str]:
         )
         losses = f"{short(base)} without the LoRA, {short(lora)} with it{interval}"
         sentences.append(
-            f"Loss of two LoRAs, each on the half of the images that it was not trained on: {losses}."
-            if learning.get("folds")
-            else f"Loss on validation images, measured again on the exported file: {losses}."
+            f"Loss on validation images, measured again on the exported file: {losses}."
             " The curve of the training uses other noise, so its numbers differ."
         )
     encoder = run.part("lora").get("encoder")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -15,7 +15,6 @@ from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core import hardware
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.launch import cpu_requested, processes_here
 from lora_trainer.data.steps import LargestStep
@@ -34,10 +33,9 @@ from lora_trainer.memory_plan.estimate import (
 from lora_trainer.memory_plan.host import base_note, host_note, host_of, weight_bytes
 from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.quantization.four_bits import need_library
-from lora_trainer.monitor.gpu import open_gpus
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.run.plans.plan import NO_SECOND_GPU, make_demand, storable_here, undivided
+from lora_trainer.run.plans.plan import make_demand, storable_here
 from lora_trainer.training.denoiser_layout import QUANTIZED, Layout
 from lora_trainer.training.processes import Processes, join_processes
 
@@ -79,9 +77,6 @@ class Choices:
     samples: int = 1
     largest_micro: int | None = None  # that fits the GPU, if the plan knows it
     encoder_device: Choice | None = None  # where images and captions are encoded, if not on `device`
-    second_gpu: Choice | None = None  # where the last `divided` blocks of the denoiser are
-    divided: int | None = None  # half of them by their weights where nothing was planned
-    undivided: str | None = None  # a line for `memory.second_gpu=auto` without a second GPU
 
     @property
     def encodes_on(self) -> torch.device:
@@ -91,14 +86,7 @@ class Choices:
     @property
     def layout(self) -> Layout:
         """The choices for the denoiser."""
-        return Layout(
-            self.dtype,
-            cast("Precision", self.precision.value),
-            self.checkpointing,
-            swapped=self.swapped,
-            second=None if self.second_gpu is None else torch.device(self.second_gpu.value),
-            divided=self.divided,
-        )
+        return Layout(self.dtype, cast("Precision", self.precision.value), self.checkpointing, swapped=self.swapped)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -112,8 +100,6 @@ class Choices:
                 if (where := self.encoder_device)
                 else []
             ),
-            *([f"second GPU: {second.value} ({second.reason})"] if (second := self.second_gpu) else []),
-            *([self.undivided] if self.undivided else []),
             f"micro-batch size: {self.micro} (gradient accumulation steps: {accumulation}){why}",
         )
 
@@ -139,27 +125,22 @@ def processes_on_their_gpus(config: Config) -> Processes:
     processes = join_processes(config.train.process_timeout_minutes)
     if processes.device.type != "cuda" or processes.world > 1:
         return processes
-    wanted, taken = config.hardware.text_encoder_device, config.memory.second_gpu
-    device = choose_training_device(wanted, taken, processes.device, visible_gpus())
+    device = choose_training_device(config.hardware.text_encoder_device, processes.device, visible_gpus())
     hardware.training_gpu = device.index or 0
     torch.cuda.set_device(device)
     return replace(processes, device=device)
 
 
-def choose_training_device(
-    wanted: str | None, taken: str | None, device: torch.device, gpus: Sequence[Gpu]
-) -> torch.device:
+def choose_training_device(wanted: str | None, device: torch.device, gpus: Sequence[Gpu]) -> torch.device:
     """The GPU on which a single process trains: `device`, the first one, unless the smaller one is to encode.
 
-    With `hardware.text_encoder_device=auto` it is the largest GPU, of equal ones the first. One that
-    `memory.second_gpu` names is `taken` by blocks of the denoiser.
+    With `hardware.text_encoder_device=auto` it is the largest GPU, of equal ones the first.
     """
     if wanted != "auto":
         return device
-    free = [gpu for gpu in gpus if f"cuda:{gpu.index}" != taken]
-    largest = max((gpu.gib for gpu in free), default=0.0)
+    largest = max((gpu.gib for gpu in gpus), default=0.0)
     # GPUs of one model differ by what their drivers keep.
-    equal = [gpu for gpu in free if gpu.gib >= LARGEST_ALIKE * largest]
+    equal = [gpu for gpu in gpus if gpu.gib >= LARGEST_ALIKE * largest]
     return torch.device("cuda", equal[0].index) if equal else device
 
 
@@ -168,12 +149,12 @@ def gpu_gib_for_auto(layers: Sequence[Layer]) -> float | None:
     gpus = visible_gpus()
     if not gpus:
         return None
-    last: dict[str, Any] = {}
-    for section in ("hardware", "memory"):
-        for layer in layers:
-            values = layer.values.get(section)
-            last.update(values if isinstance(values, Mapping) else {})
-    device = choose_training_device(last.get("text_encoder_device"), last.get("second_gpu"), FIRST_GPU, gpus)
+    wanted = None
+    for layer in layers:
+        values = layer.values.get("hardware")
+        if isinstance(values, Mapping):
+            wanted = values.get("text_encoder_device", wanted)
+    device = choose_training_device(wanted, FIRST_GPU, gpus)
     return gpus[device.index].gib
 
 
@@ -206,52 +187,6 @@ def choose_encoder_device(wanted: str | None, device: torch.device, gpus: Sequen
     raise UsageError(Problem(f"{message}, and {seen}.", "Set it to auto, or remove it."))
 
 
-def free_gib(gpu: Gpu) -> float:
-    """GiB that other programs leave, without a context of this process on it where NVML answers; all where nothing does."""
-    samples, _ = open_gpus([torch.device("cuda", gpu.index)])
-    return gpu.gib * (1.0 - samples[0]().memory) if samples else gpu.gib
-
-
-def choose_second_gpu(
-    wanted: str | None,
-    device: torch.device,
-    gpus: Sequence[Gpu],
-    world: int,
-    free: Callable[[Gpu], float] = free_gib,
-) -> Choice | None:
-    """Where the later blocks of the denoiser are, by `memory.second_gpu`; None where all of them are on `device`.
-
-    `auto` is the other GPU that is most free, and none where there is no other. Raises UsageError for a GPU that is not
-    there or trains already, and with several processes.
-    """
-    if wanted is None:
-        return None
-    message = f"memory.second_gpu={wanted}"
-    if world > 1:
-        fix = "Remove it, or start one process. memory.fsdp divides a model among processes."
-        raise UsageError(Problem(f"{message} divides the model of one process, and {world} train.", fix))
-    on_gpu = device.type == "cuda"
-    others = [gpu for gpu in gpus if on_gpu and gpu.index != (device.index or 0)]
-    if wanted == "auto":
-        if not others:
-            return None
-        chosen, left = max(((gpu, free(gpu)) for gpu in others), key=lambda pair: pair[1])
-        return Choice(f"cuda:{chosen.index}", f"{chosen.name}, {left:.0f} of {chosen.gib:.0f} GiB free: the most")
-    for gpu in others:
-        if wanted == f"cuda:{gpu.index}":
-            return Choice(wanted, f"{gpu.name}, {gpu.gib:.0f} GiB: {AS_SET}")
-    seen = "that GPU holds the other blocks" if wanted == f"cuda:{device.index or 0}" else what_is_here(device, gpus)
-    raise UsageError(Problem(f"{message}, and {seen}.", "Set it to auto, or remove it."))
-
-
-def what_is_here(device: torch.device, gpus: Sequence[Gpu]) -> str:
-    """Why there is no other GPU than that of the run, or which there are."""
-    if device.type != "cuda":
-        return "this run trains on the CPU"
-    known = ", ".join(f"cuda:{gpu.index}" for gpu in gpus)
-    return f"this machine shows {counted(len(gpus), 'GPU')}: {known}"
-
-
 def choose(
     resolved: Resolved,
     family: Family,
@@ -267,12 +202,7 @@ def choose(
     without bitsandbytes, and as `choose_encoder_device` does.
     """
     config = resolved.config
-    gpus = visible_gpus()
-    encodes_on = choose_encoder_device(config.hardware.text_encoder_device, device, gpus, world)
-    second = choose_second_gpu(config.memory.second_gpu, device, gpus, world)
-    alone = None
-    if config.memory.second_gpu and second is None:
-        resolved, alone = undivided(resolved), f"{NO_SECOND_GPU} ({what_is_here(device, gpus)})"
+    encodes_on = choose_encoder_device(config.hardware.text_encoder_device, device, visible_gpus(), world)
     is_set = asked_by_user(resolved, "memory.weight_dtype")
     precision = choose_precision(config.memory.weight_dtype, device, is_set=is_set)
     origin = Path(resolved.origin["memory.weight_dtype"].removeprefix("--config "))
@@ -301,24 +231,14 @@ def choose(
             swapped=config.memory.blocks_to_swap if isinstance(config.memory.blocks_to_swap, int) else 0,
             samples=samples,
             encoder_device=encodes_on,
-            second_gpu=second,
-            undivided=alone,
         )
     demand = make_demand(resolved, family, architecture, gpu_gib(config), world=world, precision=precision.value)
     if largest is not None:
         demand = replace(demand, samples=largest.samples, in_bucket=largest.in_bucket)
-    if second is not None:
-        there = torch.device(second.value)
-        if computed_in(precision.value, device) == torch.bfloat16 and torch.cuda.get_device_capability(there)[0] < 8:
-            message = f"memory.second_gpu={second.value} has no bf16 units, and the GPU that trains has."
-            raise UsageError(Problem(message, "Set memory.weight_dtype=fp16, or another memory.second_gpu."))
-        # What it has, what other programs leave of it, and what the settings allow.
-        sizes = (torch.cuda.get_device_properties(there).total_memory / GIB, left_gib(there), config.memory.limit_gib)
-        demand = replace(demand, second_limit_gib=min(size for size in sizes if size is not None))
     # All processes of a run must choose the same, and free memory differs between GPUs.
     left = left_gib(device) if world == 1 else None
     planned = planned_choices(storable_here(demand), precision, device, left, processes_here(world))
-    return replace(planned, encoder_device=encodes_on, second_gpu=second, undivided=alone)
+    return replace(planned, encoder_device=encodes_on)
 
 
 def planned_choices(
@@ -340,8 +260,6 @@ def planned_choices(
     if fit.precision != precision.value:
         precision = Choice(fit.precision, fit.reasons[2])
     predicted = f"predicted peak {fit.parts.peak:.1f} GiB" + (f" of {demand.limit_gib:.1f}" if demand.limit_gib else "")
-    if (second := fit.parts.second) is not None:
-        predicted += f", {second.peak:.1f} of {demand.second_limit_gib or math.inf:.1f} on the second GPU"
     predicted += crowded + host_note(host_of(demand, fit), processes, *system_memory())
     return Choices(
         device,
@@ -356,7 +274,6 @@ def planned_choices(
         fit.swapped,
         demand.samples,
         largest_micro(demand, fit),
-        divided=None if second is None else second.blocks,
     )
 
 

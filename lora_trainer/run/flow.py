@@ -339,7 +339,6 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
             cached=config.cache.latents,
             compiled=context.compiled is not None,
             swapped=built.swapped,
-            divided=built.second is not None,
             weight_dtype=session.choices.precision.value,
             micro=session.choices.micro,
             samples=session.choices.samples,
@@ -604,7 +603,7 @@ def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
 
 
 def free_step_context(context: StepContext) -> None:
-    """Free the trained model, whoever still refers to it: the check, drawing and folds load a fresh base model.
+    """Free the trained model, whoever still refers to it: the check and drawing load a fresh base model.
 
     Otherwise both would be in memory, and a run would need more of it after its training than in it.
     """

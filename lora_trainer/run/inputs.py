@@ -319,7 +319,7 @@ def validation_split(
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """(train, validation); images that look the same stay on one side. Planned class images are trained."""
     kept = config.validation
-    train, validation = split_validation(report.samples, kept.split, kept.split_seed, report.kin, kept.fold)
+    train, validation = split_validation(report.samples, kept.split, kept.split_seed, report.kin)
     return (*train, *planned_class_images(config, class_image_side(config, facts))), validation
 
 

@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,13 @@ from rich.console import Console
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened
-from lora_trainer.config.presets import CHOSEN, presets
+from lora_trainer.config.presets import BASES, CHOSEN, presets
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.sample import Sample
-from lora_trainer.data.split import FEWEST_COMPARED, FEWEST_FOR_FOLDS
+from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.models.family import Family, ModelFacts
@@ -39,12 +38,6 @@ if TYPE_CHECKING:
 MOST_FINDINGS = 8
 # In the names of models distilled for few steps whose configs are those of their base.
 DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
-# What models made from a well-known one have in their names, by the base preset for it: NoobAI was made from Illustrious.
-KNOWN_BASES = {
-    "noobai": re.compile(r"noob", re.IGNORECASE),
-    "illustrious": re.compile(r"illustrious|(?<![a-z])ilxl(?![a-z])", re.IGNORECASE),
-    "pony": re.compile(r"pony(?!tail)|(?<![a-z])pdxl", re.IGNORECASE),
-}
 VELOCITY_NAMES = re.compile(r"v[-_ ]?pred", re.IGNORECASE)
 CHECKPOINTS = (".safetensors", ".gguf")
 CAPTIONS_SHOWN, TEXTS_SHOWN = 3, 2
@@ -79,11 +72,13 @@ def known_base_line(resolved: Resolved, facts: ModelFacts) -> str | None:
     The preset is not named where it is chosen or prompts have a prefix already; where that of another model is chosen,
     the line is a warning.
     """
-    chosen = next((preset for preset in KNOWN_BASES if CHOSEN + preset in resolved.origin.values()), "")
+    bases = [preset for preset in presets().values() if preset.kind == BASES]
+    chosen = next((preset.name for preset in bases if CHOSEN + preset.name in resolved.origin.values()), "")
     names = {f"the title {facts.title!r} in its metadata": facts.title, f"its name {facts.name}": facts.name}
     for by, name in names.items():
-        known = next((preset for preset, pattern in KNOWN_BASES.items() if pattern.search(name)), "")
-        if known and presets()[known].family == facts.family:
+        base = next((preset for preset in bases if re.search(preset.model_names, name, re.IGNORECASE)), None)
+        if base is not None and base.family == facts.family:
+            known = base.name
             line = f"base model: {known} by {printable(by)}"
             if chosen and chosen != known:
                 return f"warning: {line}, and --preset {chosen} is for another. --preset {known} is for this one"
@@ -187,10 +182,6 @@ def length_lines(resolved: Resolved, steps: StepArithmetic) -> list[str]:
 
 def refuse_without_validation(config: Config, inputs: Inputs) -> None:
     """Raise UsageError for settings that need validation images, in a run that has none."""
-    if config.validation.fold and not inputs.validation:
-        reason = "the images cannot be split into two halves: all look alike, or like regularization images"
-        fix = "Add images that differ, or remove validation.fold."
-        raise UsageError(Problem(f"validation.fold={config.validation.fold}: {reason}.", fix))
     problems = [
         Problem(
             f"{name} needs validation losses, and no images are kept for validation.",
@@ -348,16 +339,6 @@ def no_effect_notes(config: Config, rules: Sequence[CaptionsSection], inputs: In
     return notes
 
 
-def suggest_folds(report: LoraReport, folder: Path) -> LoraReport:
-    """The report with the command that measures `learned` by folds of its run, where no image was kept from the training."""
-    images = report.numbers.get("images") or {"trained": 0, "unseen": 0}
-    if images["unseen"] or images["trained"] < FEWEST_FOR_FOLDS:
-        return report
-    fix = f"To measure it with two more LoRAs: lora-trainer validate {shlex.quote(str(folder))} --folds"
-    found = (replace(each, fix=fix) if each.code == "learned_not_measured" else each for each in report.findings)
-    return replace(report, findings=tuple(found))
-
-
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
     """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions."""
     console.print()
@@ -370,9 +351,7 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
         console.print(lora_line(report))
-    for finding in sorted(
-        suggest_folds(report, folder).findings, key=lambda finding: SEVERITIES.index(finding.severity)
-    ):
+    for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
         console.print(f"  {finding.severity}: {finding.message}")
         if finding.fix:
             console.print(f"    {finding.fix}")

@@ -19,9 +19,7 @@ from lora_trainer.models.vision_encoder import EncoderFolder
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
-from lora_trainer.run.folds import has_base_of, kept_folds, with_folds
 from lora_trainer.run.inputs import data_in_use, measured_among, read_inputs, read_model, trained_framings
-from lora_trainer.run.messages import suggest_folds
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 Say = Callable[[str], None]
@@ -29,16 +27,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Samples:
-    """The dataset's images, their buckets, the contents of those that were not trained on, and where they come from.
-
-    `is_of_run` where they are those of the file's run, unchanged since.
-    """
+    """The dataset's images, their buckets, the contents of those that were not trained on, and where they come from."""
 
     samples: tuple[Sample, ...]
     plan: BucketPlan
     unseen: frozenset[str]
     origin: str
-    is_of_run: bool = False
 
 
 NO_PLAN = BucketPlan(())
@@ -69,10 +63,6 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     if len(measured.samples) < len(samples.samples):
         say(f"measured with {counted(len(measured.samples), 'image')} of them, each content once")
     report = _evaluate(path, config, measured, (encoder, None if run is None else run.config), say)
-    is_unmeasured = samples.is_of_run and not samples.unseen
-    if run is not None and is_unmeasured and has_base_of(run, config):
-        kept = kept_folds(path, run.data_hash)
-        report = with_folds(report, kept) if kept else suggest_folds(report, path.parent)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=with_remedies([*report.findings, run.unseen], report.parts))
     return report
@@ -188,4 +178,4 @@ def _samples_of_run(config: Config, run: RunFolder | None) -> Samples:
     unseen = frozenset(sample.content for sample in inputs.validation)
     origin = f"compared with {counted(len(samples), 'image')} of {'the built-in dataset' if run is None else 'its run'}"
     origin += f", {len(unseen)} of them not trained on"
-    return Samples(samples, plan, unseen, origin, is_of_run=run is not None)
+    return Samples(samples, plan, unseen, origin)

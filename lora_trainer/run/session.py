@@ -77,8 +77,6 @@ def open_session(order: Order, inputs: Inputs) -> Session:
     choices = choose(
         order.resolved, inputs.family, own_architecture(inputs), processes.device, processes.world, largest
     )
-    if choices.second_gpu and (crowded := cap_memory(order.config, torch.device(choices.second_gpu.value))):
-        order.console.print(f"{choices.second_gpu.value}: {crowded}")
     if processes.world > 1:
         effective = order.config.train.effective_batch_size
         order.console.print(
@@ -99,9 +97,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
         if processes.world == 1 and value != TrainSection.model_fields[name].default:  # a run may continue with several
             order.console.print(f"train.{name}={shown(value)}: does nothing in a run of one process")
     another = "Train another LoRA there: put CUDA_VISIBLE_DEVICES={gpu} before its command. One run on all: docs/several-gpus.md"
-    is_one = processes.world == 1 and choices.second_gpu is None
     used = {choices.device.index or 0, choices.encodes_on.index or 0}
-    if is_one and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
+    if processes.world == 1 and not cpu_requested() and (idle := describe_idle_gpus(used, another)):
         order.console.print(idle)
     steps = arithmetic(order.config, inputs.train, choices.micro, processes.world)
     return Session(order, inputs, processes, choices, steps)

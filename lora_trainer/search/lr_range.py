@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Resolved
+from lora_trainer.config.layers import Resolved, with_values
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import DONE, TRAINING_FAILED, Problem, UsageError
 from lora_trainer.core.findings import counted
@@ -30,7 +30,6 @@ from lora_trainer.report import FILE as PAGE
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Tick, make_chart, short, smoothed
 from lora_trainer.report.write import render
 from lora_trainer.run.folder import locked
-from lora_trainer.run.folds import with_settings
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import make_order, plain_console, run_folder
@@ -196,7 +195,7 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
     images = len({sample.content for sample in (*inputs.train, *inputs.validation) if not sample.regularization})
     if not from_user(resolved.origin["validation.split"]):
         sections["validation"]["split"] = min(0.5, VALIDATION_IMAGES / images)
-        kept = read_inputs(with_settings(resolved.config, sections), (inputs.family, inputs.facts)).validation
+        kept = read_inputs(with_values(resolved.config, sections), (inputs.family, inputs.facts)).validation
         if not kept:
             message = f"None of the {counted(images, 'image')} can be kept for validation."
             raise UsageError(Problem(message, "Add images: the test reads the loss on images that are not trained."))
@@ -207,7 +206,7 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
         **resolved.origin,
         **{f"{section}.{key}": "search lr" for section, each in sections.items() for key in each},
     }
-    return replace(resolved, config=with_settings(resolved.config, sections), origin=origin)
+    return replace(resolved, config=with_values(resolved.config, sections), origin=origin)
 
 
 def steering_of(order: RangeOrder, console: Console) -> Steering:

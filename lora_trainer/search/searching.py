@@ -16,7 +16,7 @@ from lora_trainer.batch.executors.local import be_worker, kept_families, run_pro
 from lora_trainer.batch.folders import Shared
 from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Resolved, flattened
+from lora_trainer.config.layers import Resolved, flattened, with_values
 from lora_trainer.config.resuming import CHANGES_NOTHING
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import DONE, SIGNALED, TRAINING_FAILED, Problem, UsageError, gathering
@@ -31,7 +31,6 @@ from lora_trainer.monitor.progress import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
 from lora_trainer.run.folder import LOCKS, locked
-from lora_trainer.run.folds import with_settings
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
@@ -209,7 +208,7 @@ def settings_of_all_against(order: SearchOrder) -> str:
             continue
         section, _, key = parameter.setting.partition(".")
         values = parameter.choices or (parameter.low,)
-        each_of = [with_settings(config, {section: {key: value}}) for value in values]
+        each_of = [with_values(config, {section: {key: value}}) for value in values]
         config = min(each_of, key=lambda each: len(settings_against(each)))
     return settings_against(config)
 

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from lora_trainer.batch.joint_jobs import base_of
 from lora_trainer.batch.worker import RunLog, last_words, run_together
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Layer, Resolved
+from lora_trainer.config.layers import Layer, Resolved, with_values
 from lora_trainer.core.errors import DONE, LORA_REFUSED, SIGNALED, UsageError
 from lora_trainer.core.interrupt import Stopped, stop_if_signalled
 from lora_trainer.data.sample import Sample
@@ -21,7 +21,6 @@ from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console
 from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import is_finished
-from lora_trainer.run.folds import with_settings
 from lora_trainer.run.inputs import arithmetic
 from lora_trainer.run.order import make_order
 from lora_trainer.run.settings import settle
@@ -88,7 +87,7 @@ def trial_settings(
     }
     return replace(
         resolved,
-        config=with_settings(config, {section: {"every_n_steps": steps} for section, steps in ours.items()}),
+        config=with_values(config, {section: {"every_n_steps": steps} for section, steps in ours.items()}),
         origin={**resolved.origin, **{f"{section}.every_n_steps": "search" for section in ours}},
     )
 

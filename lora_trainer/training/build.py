@@ -21,7 +21,6 @@ from lora_trainer.models.compiled import Compiled
 from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.models.memory.division import divide
 from lora_trainer.models.memory.offload import offload_note, offloaded
 from lora_trainer.models.memory.phases import count_of, no_more
 from lora_trainer.models.memory.sharding import shard_base
@@ -67,7 +66,6 @@ def build_step_context(
         dtype,
         has_masters=not is_rounded,
         fixed={**kind.fixed(denoiser), **(texts.fixed if texts else {})},
-        device=None if layout.second is None else device,
     )
     other_lrs = with_loraplus(parameters, texts.lrs if texts else (), config, kind.is_up)
     optimizer = make_optimizer(adapter.masters, config.optimizer, other_lrs)
@@ -131,7 +129,7 @@ def build_denoiser(
     products, no_products = int8_products(config.memory.int8_matmul, layout.stored, device)
     quantize = make_quantizer(layout.stored, products=products, by=device)
     gather = processes.gather if config.memory.fsdp else None
-    load_device = torch.device("cpu") if layout.swapped or gather or layout.second else device
+    load_device = torch.device("cpu") if layout.swapped or gather else device
     denoiser = family.denoiser.load(facts.path, layout.dtype, load_device, quantize)
     shapes = shapes_of({family.denoiser.component: denoiser})
     channels_last = gather is None and set_memory_order(denoiser, config, device)  # gathered weights are in plain order
@@ -155,11 +153,7 @@ def build_denoiser(
     )
     if config.memory.fsdp and gather:
         shard_notes = [shard_base(denoiser, config.memory.fsdp, device, processes.world, gather)]
-    denoiser.train()
-    if layout.second is None:
-        move_to_device(denoiser, device)
-    else:
-        shard_notes.append(divide(denoiser, layout.divided, device, layout.second))
+    move_to_device(denoiser.train(), device)
     # No warning for a backend that is not installed; one that is and fails may make each step slower.
     absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
     broken = [failure for failure in attention.failures if failure not in absent]
@@ -182,7 +176,7 @@ def build_denoiser(
         *([f"not used for attention: {'; '.join(absent)}"] if absent else []),
     )
     shards = processes.world if gather else 1
-    built = Built(shapes, attention.name, len(names), checkpointed, swapped, shards, layout.second, notes, details)
+    built = Built(shapes, attention.name, len(names), checkpointed, swapped, shards, notes, details)
     return denoiser, parameters, compiled, built
 
 

@@ -1,4 +1,4 @@
-"""Compile blocks as the settings say, and check them against eager ones before the first step of a process."""
+"""Compile blocks as the settings say; which errors of compiled blocks an eager step gets around."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from lora_trainer.models.compiled import (
     is_compiler_error,
     why_not,
 )
-from lora_trainer.training.agreement import agreement
 from lora_trainer.training.denoiser_layout import Layout
-from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
 from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate
 
 WITHOUT = "training continues without compiling (compile.enabled=false does so from the start)"
@@ -57,19 +53,6 @@ def compile_if_enabled(
             "run uncompiled (compile.dynamic=true compiles once for all)"
         )
     return compiled, (compiled.line, *notes)
-
-
-def disagreement(run: Run, compiled: Compiled, micros: list[MicroBatch], step: int, reporter: Reporter) -> str | None:
-    """What is wrong with the compiled blocks' gradients; None where they agree, which is logged, or are all zero."""
-    tf32 = bool(run.config.hardware.tf32) and run.context.device.type == "cuda"
-    found = agreement(run.context, compiled, micros, run.feed.samples_in(step), tf32=tf32)
-    if found is None:
-        return None
-    if not found.is_close:
-        return found.message
-    compiled.is_checked = True
-    reporter.event(step + 1, "compile", f"compiled blocks: {found.message}")
-    return None
 
 
 def can_retry_without_compiling(error: Exception) -> bool:

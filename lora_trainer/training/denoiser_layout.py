@@ -18,7 +18,6 @@ class Layout:
     `dtype` is the computing precision, `stored` that of the frozen weights. `checkpointing` and `swapped` count blocks:
     those recomputed in the backward pass, those swapped between CPU and GPU. `shapes` is the largest number of
     micro-batch sizes in the run, `latents` the shape [B, C, h, w] of the largest: attention backends are tried at it.
-    `second` is where the last `divided` blocks are (`memory.second_gpu`), half of them by their weights where it is None.
     """
 
     dtype: torch.dtype
@@ -28,8 +27,6 @@ class Layout:
     compiled: bool = False
     shapes: int = 1
     latents: tuple[int, ...] = ()
-    second: torch.device | None = None
-    divided: int | None = None
 
     @property
     def narrow(self) -> bool:

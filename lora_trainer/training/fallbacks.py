@@ -16,7 +16,7 @@ from lora_trainer.core.randomness import position_key
 from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
 from lora_trainer.optim.schedules import momentum_at
-from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, disagreement, refuse_graph_break
+from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, refuse_graph_break
 from lora_trainer.training.guard import with_guard
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import describe, grow, install, reduce_memory
@@ -82,24 +82,26 @@ def step_with_fallbacks(
             try:
                 if is_changed:
                     install(run, fit)
-                failure = compiled_failure(run, compiled, fitting, state, reporter)
-                if failure is None:
-                    if run.config.lora.has_dropout:
-                        seed_dropout(run, state.step)
-                    guarded = with_guard(context, state)
-                    result = train_step(guarded, fitting, samples, settings, gradients_are_there)
-                    if context.average is not None:
-                        with changing_weights(), context.phase("ema"):
-                            context.average.update(context.adapter.masters, state.step, run.total_steps)
+                if compiled is not None:
+                    compiled.begin_step()
+                if run.config.lora.has_dropout:
+                    # Seeded by position, as every other draw: no generator state to save, other masks in each process.
+                    key = position_key(run.config.train.seed, "dropout", state.step, run.processes.rank)
+                    torch.manual_seed(key % 2**32)
+                guarded = with_guard(context, state)
+                result = train_step(guarded, fitting, samples, settings, gradients_are_there)
+                if context.average is not None:
+                    with changing_weights(), context.phase("ema"):
+                        context.average.update(context.adapter.masters, state.step, run.total_steps)
             except Exception as error:  # noqa: BLE001  raised again where no fallback helps
                 failure = failure_of(error, compiled)
                 if context.is_sharded:  # the others are in the middle of the pass that failed here
                     refuse_alone(failure, state.step + 1)
-            # Out here nothing refers to the frames of the failed step.
-            if failure is None:
+            else:
                 if compiled is not None and compiled.on and (news := compiled.news()) is not None:
                     reporter.event(state.step + 1, "compile", news)
                 return result, fit
+            # Out here nothing refers to the frames of the failed step.
             abort_step(context)
             if compiled is not None and failure.of_compiler:
                 compiled.on = False
@@ -111,18 +113,6 @@ def step_with_fallbacks(
                 fit, is_changed = with_less_memory(run, state, fit, fitting, failure, reporter), True
 
 
-def seed_dropout(run: Run, step: int) -> None:
-    """Seed the next step's masks by position, as every other draw: no generator state to save, other masks in each process.
-
-    Torch seeds all GPUs alike, so that equal blocks on two of them would draw the same masks: a second GPU gets its own.
-    """
-    second, position = run.context.built.second, (step, run.processes.rank)
-    torch.manual_seed(position_key(run.config.train.seed, "dropout", *position) % 2**32)
-    if second is not None and second.type == "cuda":
-        with torch.cuda.device(second):
-            torch.cuda.manual_seed(position_key(run.config.train.seed, "dropout", *position, "second GPU") % 2**32)
-
-
 def split_micro_batches(micro_batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
     """The same samples in the same order, in micro-batches of at most `most`; None keeps them as they are."""
     found = []
@@ -132,21 +122,6 @@ def split_micro_batches(micro_batches: Sequence[MicroBatch], most: int | None) -
         bounds = [split * count // splits for split in range(splits + 1)]
         found += [micro] if splits <= 1 else [micro.part(start, end) for start, end in pairwise(bounds)]
     return found
-
-
-def compiled_failure(
-    run: Run, compiled: Compiled | None, micro_batches: list[MicroBatch], state: TrainState, reporter: Reporter
-) -> Failure | None:
-    """What is wrong with compiled blocks: their gradients are checked before the first step of a process."""
-    if compiled is None:
-        return None
-    compiled.begin_step()
-    reason = (
-        disagreement(run, compiled, micro_batches, state.step, reporter)
-        if compiled.on and not compiled.is_checked
-        else None
-    )
-    return None if reason is None else Failure(Exception, reason, of_compiler=True)
 
 
 def failure_of(error: Exception, compiled: Compiled | None) -> Failure:

@@ -120,7 +120,6 @@ def progress_of(run: Run, state: TrainState, lr: float, seconds: float, phase: P
 
 def row_of(run: Run, each: Pending, loss: float, norm: float, seconds: float) -> dict[str, Any]:
     """A step's object in metrics.jsonl."""
-    second = run.context.built.second
     return {
         "step": each.step,
         "epoch": (each.step - 1) // run.feed.plan.steps_per_epoch,
@@ -132,5 +131,4 @@ def row_of(run: Run, each: Pending, loss: float, norm: float, seconds: float) ->
         "samples": each.result.samples,
         "samples_per_second": each.result.samples / seconds,
         "memory_gib": round(peak_memory_gib(run.context.device), 4),
-        **({} if second is None else {"second_memory_gib": round(peak_memory_gib(second), 4)}),
     }

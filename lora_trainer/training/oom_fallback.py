@@ -65,14 +65,13 @@ def checkpointing_fallbacks(run: Run) -> list[int]:
 def swap_fallbacks(run: Run) -> list[int]:
     """Numbers of swapped blocks: as planned, then a quarter of all or twice as many, then half, then all.
 
-    Only as planned on a CPU, where more would free nothing, where block swap is off, with CUDA graphs, for a base that
-    other runs train, too, and for one that is divided over two GPUs.
+    Only as planned on a CPU, where more would free nothing, where block swap is off, with CUDA graphs, and for a base that
+    other runs train, too.
     """
     planned, compiled = run.planned.swapped or 0, run.context.compiled
     frees_nothing = run.context.device.type == "cpu" and not planned
     has_graphs = compiled is not None and compiled.on and compiled.mode in WITH_GRAPHS
-    is_fixed = run.context.joined is not None or run.context.built.second is not None
-    if run.config.memory.blocks_to_swap == 0 or frees_nothing or has_graphs or is_fixed:
+    if run.config.memory.blocks_to_swap == 0 or frees_nothing or has_graphs or run.context.joined is not None:
         return [planned]
     blocks = len(swappable_blocks(run.context.denoiser))
     more = {max(2 * planned, -(-blocks // 4)), max(2 * planned, -(-blocks // 2)), blocks}
@@ -86,7 +85,7 @@ def checkpointed(run: Run, fit: OomFallback) -> int:
 
 def swapped(run: Run, fit: OomFallback) -> int:
     """Number of swapped blocks, likewise."""
-    if run.context.joined is not None or run.context.built.second is not None:
+    if run.context.joined is not None:
         return run.planned.swapped or 0
     return max(run.planned.swapped or 0, fit.swapped or 0)
 

@@ -53,7 +53,6 @@ class Built:
     checkpointed: int = 0  # blocks
     swapped: int = 0  # blocks
     shards: int = 1  # processes that share the denoiser's frozen weights
-    second: torch.device | None = None  # of the later blocks (`memory.second_gpu`)
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 

@@ -18,7 +18,6 @@ from lora_trainer.core.version import __version__
 from lora_trainer.web import (
     dataset_work,
     datasets,
-    docs_api,
     doctor_api,
     drawn_masks,
     library,
@@ -45,7 +44,6 @@ ROUTERS: Sequence[APIRouter] = (
     drawn_masks.router,
     tasks.router,
     doctor_api.router,
-    docs_api.router,
     machine_now.router,
     live.router,
 )

@@ -40,7 +40,6 @@ TESTS = (  # the quickest first
     "tests/training/test_nothing_waits.py",
     "tests/recipes/test_encoder_device.py",
     "tests/training/test_on_a_gpu.py",
-    "tests/recipes/test_second_gpu.py",
 )
 # Of single layers: weights, whether int8 is multiplied in int8, and the bounds of the relative error of linear layers and
 # of convolutions. On a CPU the largest seen are 0.033, 0.0065, 0.019 and 0.116 (docs/benchmarks.md); bf16 adds 0.004.

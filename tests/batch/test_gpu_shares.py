@@ -69,11 +69,6 @@ def test_a_limit_of_the_job_stays_and_decides_its_share():
     assert lines_of([(share, 12.0)]) == ["GPU share: 0.5 (memory.limit_gib=12 of 24 GiB), 1 job"]
 
 
-def test_a_job_sees_one_gpu_and_is_planned_on_one():
-    wanted = settings("sdxl")
-    assert GpuShares([24.0]).of(settings("sdxl", memory__second_gpu="auto")) == GpuShares([24.0]).of(wanted)
-
-
 def test_a_share_that_the_user_chose_limits_the_run_unless_its_own_limit_is_lower():
     share = GpuShares([79.6, 24.0]).fixed(0.5)
     assert (share.gpus, share.gpu_gib, share.limit_gib) == (0.5, 24.0, 12.0)

@@ -92,12 +92,6 @@ CLASHES = [
     ({"memory__fsdp": "shard_grad_op"}, {"train__auto_find_micro_batch_size": True}, False),
     ({"memory__fsdp": "shard_grad_op"}, {"hardware__channels_last": True}, "auto"),
     ({"compile__enabled": True, "memory__fsdp": "full_shard"}, {"compile__mode": "reduce-overhead"}, "default"),
-    ({"memory__second_gpu": "auto"}, {"memory__fsdp": "full_shard"}, None),
-    ({"memory__second_gpu": "cuda:1"}, {"memory__blocks_to_swap": 4}, "auto"),
-    ({"memory__second_gpu": "auto"}, {"memory__offload_activations": True}, False),
-    ({"memory__second_gpu": "auto"}, {"train__auto_find_micro_batch_size": True}, False),
-    ({"memory__second_gpu": "auto"}, {"optimizer__stochastic_rounding": True}, False),
-    ({"compile__enabled": True, "memory__second_gpu": "auto"}, {"compile__mode": "reduce-overhead"}, "default"),
     ({"memory__weight_dtype": "fp8"}, {"memory__int8_matmul": True}, False),
     (
         {"optimizer__name": "prodigy", "optimizer__learning_rate": 1.0},
@@ -158,7 +152,6 @@ def test_a_contradictory_preset_setting_is_dropped_and_named(settings, other, va
         {"optimizer__name": "prodigy", "optimizer__learning_rate": 0.5, "text_encoder__learning_rates": (0.0, 0.5)},
         {"text_encoder__learning_rates": (5e-5,), "text_encoder__lora_rank": 4},
         {"optimizer__name": "lion", "optimizer__learning_rate": 1e-4},
-        {"validation__split": 0.0, "validation__fold": 1, "safeguards__early_stopping": True},
     ],
 )
 def test_compatible_settings_are_unchanged(settings):

@@ -82,7 +82,6 @@ def test_a_wrong_value_is_reported_even_if_a_later_layer_overrides_it() -> None:
         ),
         ("text_encoder", "learning_rates", [5e-5, 99e9, -1e-7], "[5e-5, 99000000000.0, -1e-7] (from f): -1e-7 must be"),
         ("text_encoder", "learning_rates", [-1], "text_encoder.learning_rates = [-1] (from f): -1 must be at least 0."),
-        ("memory", "second_gpu", "1", 'memory.second_gpu = "1" (from f): must be auto, or a GPU such as cuda:1.'),
         ("hardware", "text_encoder_device", "gpu", "(from f): must be auto, cpu, or a GPU such as cuda:1."),
         ("data", "resolutions", "x", '"x" must be a whole number.'),
         ("run", "output", "none", ""),

@@ -120,7 +120,6 @@ ON_BY: dict[str, Any] = {
     "textual_inversion.placeholder_tokens": ("<zobo>",),
     "train.swa_start": 0.75,
     "validation.every_n_steps": 100,
-    "validation.fold": 1,
 }
 OFF_BY: dict[str, Any] = {
     "optimizer.name": "adafactor",

@@ -78,11 +78,12 @@ def test_evidence_is_of_the_value_that_is_used(tmp_path: Path) -> None:
     assert resolve([layer]).evidence["lora.rank"] == presets()["12gb"].evidence["lora.rank"]
 
 
-def test_a_copy_of_a_preset_is_a_config_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("goals", "quality"), ("bases/sdxl", "pony")])
+def test_a_copy_of_a_preset_is_a_config_file(kind: str, name: str, tmp_path: Path) -> None:
     copy = tmp_path / "mine.toml"
-    copy.write_text((preset_folder() / "goals" / "quality.toml").read_text("utf-8"), encoding="utf-8")
+    copy.write_text((preset_folder() / kind / f"{name}.toml").read_text("utf-8"), encoding="utf-8")
     resolved = resolve([file_layer("--config mine.toml", copy)])
-    assert resolved.config == resolve(preset_layers(["quality"]).layers).config
+    assert resolved.config == resolve(preset_layers([name]).layers).config
     copy.write_text("evidence = 3\n[lora]\nrank = 8\n", encoding="utf-8")
     assert resolve([file_layer("--config mine.toml", copy)]).config.lora.rank == 8
 

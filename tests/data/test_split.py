@@ -73,33 +73,3 @@ def test_an_image_similar_to_regularization_is_never_validation() -> None:
     assert len(validation) == 10
     assert not {s.content for s in validation} & {s.content for s in first}
     assert {s.content for s in train} >= {s.content for s in first}
-
-
-@given(contents, st.integers(0, 3), st.randoms())
-def test_two_folds_are_two_halves(names: list[str], seed: int, random: object) -> None:
-    """No image in both, each in one, copies and kin on one side, whatever the order; regularization images in none."""
-    samples = samples_of(names)
-    distinct = sorted(set(names))
-    kin = {content: distinct[place // 3 * 3] for place, content in enumerate(distinct) if place % 7 == 1}
-    samples += [replace(sample, content=f"reg {n}", regularization=True) for n, sample in enumerate(samples[:3])]
-    folds = [split_validation(samples, 0.3, seed, kin, fold) for fold in (1, 2)]
-    held = [{sample.content for sample in validation} for _, validation in folds]
-    assert not held[0] & held[1]
-    assert held[0] | held[1] == (set(names) if len({kin.get(name, name) for name in names}) > 1 else set())
-    assert abs(len(held[0]) - len(held[1])) <= 2
-    assert all((content in held[0]) == (leader in held[0]) for content, leader in kin.items())
-    for train, validation in folds:
-        assert len(train) + len(validation) == len(samples)
-        assert sum(sample.regularization for sample in train) == min(3, len(names))
-    random.shuffle(samples)  # type: ignore[attr-defined]
-    assert [
-        {sample.content for sample in split_validation(samples, None, seed, kin, fold)[1]} for fold in (1, 2)
-    ] == held
-
-
-def test_an_image_similar_to_regularization_is_in_no_fold() -> None:
-    samples = samples_of([str(k) for k in range(8)])
-    twin = replace(samples[0], content="twin", regularization=True)
-    kin = {"twin": samples[0].content}
-    folds = [split_validation([*samples, twin], None, kin=kin, fold=fold)[1] for fold in (1, 2)]
-    assert sorted(sample.content for fold in folds for sample in fold) == [str(k) for k in range(1, 8)]

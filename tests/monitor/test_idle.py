@@ -15,7 +15,7 @@ from lora_trainer.monitor.watches import LEAST_SECONDS, Watches, local_devices
 
 CUDA = torch.device("cuda", 0)
 PLAIN, COMPILED = IdleSetup(), IdleSetup(compiled=True)
-SWAPS, FRESH, DIVIDED = IdleSetup(swapped=12), IdleSetup(cached=False), IdleSetup(divided=True)
+SWAPS, FRESH = IdleSetup(swapped=12), IdleSetup(cached=False)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,6 @@ SWAPS, FRESH, DIVIDED = IdleSetup(swapped=12), IdleSetup(cached=False), IdleSetu
         ({"gpu_utilization": 0.5, "data_wait": 0.2, "main_thread": 0.99}, FRESH, ["data", "launches"]),
         ({"gpu_utilization": 0.5, "main_thread": 0.3}, SWAPS, ["block_swap"]),
         ({"gpu_utilization": 0.5, "main_thread": 0.99}, SWAPS, ["launches"]),  # copies do not keep the CPU busy
-        ({"gpu_utilization": 0.5, "main_thread": 0.3}, DIVIDED, ["second_gpu"]),
-        ({"gpu_utilization": 0.5, "main_thread": 0.99}, DIVIDED, ["launches"]),
         ({"gpu_utilization": 0.4, "swap_mb_s": 30.0, "system_memory": 0.97}, PLAIN, ["swap"]),
         ({"gpu_utilization": 0.6, "gpu_in_steps": 0.95, "in_steps": 0.6}, PLAIN, ["elsewhere"]),
         ({"gpu_utilization": 0.6, "gpu_in_steps": 0.5, "in_steps": 0.6}, PLAIN, ["unknown"]),

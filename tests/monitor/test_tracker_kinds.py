@@ -162,7 +162,7 @@ from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 threads = TrackerThreads(["wandb"], TrackedRun("run", Path(sys.argv[1]), offline=False, wait_seconds=60, say=print))
 threads.call("scalars", "train", {"step": 1, "loss": 0.5})
-threads.settle(60)
+threads._threads[0].settle(time.monotonic() + 60)
 if sys.argv[2] == "hung":  # W&B itself does not answer, so that nothing ends the run
     threads.call("text", 1, "a", "b")
     from lora_trainer.monitor.tracker_kinds import wandb

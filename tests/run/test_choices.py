@@ -23,8 +23,6 @@ from lora_trainer.doctor.facts import TorchDevice
 from lora_trainer.doctor.this_run import describe_run
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture
-from lora_trainer.models.folder import read_config
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
 from lora_trainer.run.choices import (
@@ -32,7 +30,6 @@ from lora_trainer.run.choices import (
     Gpu,
     choose,
     choose_encoder_device,
-    choose_second_gpu,
     processes_on_their_gpus,
 )
 from lora_trainer.run.plans.plan import make_plan
@@ -40,7 +37,6 @@ from lora_trainer.run.settings import settle
 from lora_trainer.training.processes import Processes
 from lora_trainer.web.planner import memory_of_gpu
 from tests.doctor.planted import HEALTHY
-from tests.recipes.recipe import save_tiny_model
 
 
 def put_in_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, free: float | None = None, *, bf16: bool = True) -> None:
@@ -179,20 +175,18 @@ ALIKE = [Gpu(0, "RTX 3090", 23.7), Gpu(1, "RTX 3090", 24.0)]  # the first one sh
 
 
 @pytest.mark.parametrize(
-    ("wanted", "taken", "gpus", "trains", "encodes"),
+    ("wanted", "gpus", "trains", "encodes"),
     [
-        ("auto", None, LAPTOP, 1, "cuda:0"),
-        ("auto", None, LAPTOP[:1], 0, None),
-        ("auto", None, ALIKE, 0, "cuda:1"),
-        ("auto", None, GPUS, 0, "cuda:1"),
-        ("auto", "auto", LAPTOP, 1, "cuda:0"),
-        ("auto", "cuda:1", LAPTOP, 0, "cuda:1"),  # the user gave blocks of the denoiser to the larger one
-        ("cuda:1", None, LAPTOP, 0, "cuda:1"),
-        ("cpu", None, LAPTOP, 0, "cpu"),
-        (None, None, LAPTOP, 0, None),
+        ("auto", LAPTOP, 1, "cuda:0"),
+        ("auto", LAPTOP[:1], 0, None),
+        ("auto", ALIKE, 0, "cuda:1"),
+        ("auto", GPUS, 0, "cuda:1"),
+        ("cuda:1", LAPTOP, 0, "cuda:1"),
+        ("cpu", LAPTOP, 0, "cpu"),
+        (None, LAPTOP, 0, None),
     ],
 )
-def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, taken, gpus, trains, encodes):
+def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, gpus, trains, encodes):
     """By the sizes of the GPUs that the machine describes: two processes have a GPU each."""
     current = []
     monkeypatch.setattr(hardware, "training_gpu", 7)  # of a former run in this Python process
@@ -202,7 +196,7 @@ def test_the_larger_gpu_trains_and_the_smaller_one_encodes(monkeypatch, wanted, 
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=int(gpus[index].gib * GIB))
     )
     monkeypatch.setattr(choices, "visible_gpus", lambda: gpus)
-    more = {"hardware": {"text_encoder_device": wanted}, "memory": {"second_gpu": taken, "limit_gib": None}}
+    more = {"hardware": {"text_encoder_device": wanted}, "memory": {"limit_gib": None}}
     config = resolve([Layer("--set", more)]).config
     several = Processes(1, 2, torch.device("cuda", 1), None, lambda: None)
     monkeypatch.setattr(choices, "join_processes", lambda minutes: several)
@@ -225,75 +219,3 @@ def test_doctor_plans_for_the_gpu_that_trains(wanted, limit):
     layers = [Layer("--set", {"model": {"family": "sd15"}, "hardware": {"text_encoder_device": wanted}})]
     described = describe_run(settle([], layers, builtin_if_none=False), replace(HEALTHY, torch=of_two))
     assert described.plan.demand.limit_gib == limit
-
-
-def free(gpu: Gpu) -> float:
-    """Another program uses half of the RTX 3090."""
-    return 12.5 if gpu.index == 2 else gpu.gib
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "gpus", "expected"),
-    [
-        (None, CUDA, GPUS, None),
-        ("auto", CUDA, GPUS, "cuda:2"),
-        ("auto", CUDA, GPUS[:2], "cuda:1"),
-        ("auto", torch.device("cuda", 1), GPUS, "cuda:0"),
-        ("auto", CUDA, GPUS[:1], None),
-        ("auto", torch.device("cpu"), GPUS, None),
-        ("cuda:1", CUDA, GPUS, "cuda:1"),
-    ],
-)
-def test_where_the_later_blocks_are(wanted, device, gpus, expected):
-    found = choose_second_gpu(wanted, device, gpus, 1, free)
-    assert (found and found.value) == expected
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "gpus", "world", "message"),
-    [
-        ("cuda:3", CUDA, GPUS, 1, "cuda:3, and this machine shows 3 GPUs: cuda:0, cuda:1, cuda:2"),
-        ("cuda:1", CUDA, GPUS[:1], 1, "cuda:1, and this machine shows 1 GPU: cuda:0"),
-        ("cuda:0", CUDA, GPUS, 1, "cuda:0, and that GPU holds the other blocks"),
-        ("cuda:1", torch.device("cpu"), [], 1, "cuda:1, and this run trains on the CPU"),
-        ("auto", CUDA, GPUS, 4, "auto divides the model of one process, and 4 train"),
-    ],
-)
-def test_a_second_gpu_that_cannot_be_used_is_refused(wanted, device, gpus, world, message):
-    with pytest.raises(UsageError, match=message):
-        choose_second_gpu(wanted, device, gpus, world, free)
-
-
-def test_a_model_is_divided_by_what_both_gpus_have(monkeypatch, tmp_path):
-    """The GPU with more room holds more blocks. An older second GPU is refused, and with one GPU nothing is divided."""
-    family, model = FAMILIES["sd15"], save_tiny_model(tmp_path)
-    architecture = Architecture(family.describe(model), read_config(model, "unet/config.json"))
-    put_in_gpu(monkeypatch, 5.8)
-    monkeypatch.setattr(choices, "left_gib", lambda device: sizes[device.index or 0])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-
-    def divided(wanted: str | None = "auto", device: torch.device = CUDA) -> Choices:
-        resolved = resolve([Layer("--set", {"memory": {"second_gpu": wanted}})])
-        return choose(resolved, family, architecture, device, 1)
-
-    sizes, capability = [1.0, 1.0], 8
-    monkeypatch.setattr(choices, "visible_gpus", lambda: GPUS[:1])
-    alone = divided()
-    assert replace(alone, undivided=None) == divided(None)
-    line = "memory.second_gpu=auto finds no second GPU, so the model is not divided"
-    assert f"{line} (this machine shows 1 GPU: cuda:0)" in alone.lines
-    assert f"{line} (this run trains on the CPU)" in divided(device=torch.device("cpu")).lines
-    monkeypatch.setattr(choices, "visible_gpus", lambda: GPUS[:2])
-    equal = divided()
-    assert equal.layout.second == torch.device("cuda", 1)
-    assert "on the second GPU" in str(equal.predicted)
-    assert any(line.startswith("second GPU: cuda:1 (RTX 3060") for line in equal.lines)
-    blocks = []
-    for both in ([0.85, 4.0], [1.0, 1.0], [4.0, 0.85]):
-        sizes[:] = both
-        blocks += [divided().divided]
-    assert blocks == sorted(blocks, reverse=True)
-    assert blocks[0] > blocks[-1]
-    capability = 7
-    with pytest.raises(UsageError, match="second_gpu=cuda:1 has no bf16 units"):
-        divided("cuda:1")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,10 @@ from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.run.choices import compiling_pays
 from lora_trainer.training import compiling
 from lora_trainer.training.denoiser_layout import Layout
+from lora_trainer.training.loop import read_steps
+from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.run import Run
+from lora_trainer.training.step import abort_step, backward
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_run import TinyPlace, outcome
 
@@ -57,6 +61,7 @@ def one_form(tiny_models: Callable[[str], Path], place: TinyPlace) -> TinyPlace:
     return replace(place, model=tiny_models("sd3"))
 
 
+MARGIN = 4.0  # roundings: compiled blocks round elsewhere, and sum in another order
 ONE_SIZE = {"compile__enabled": True, "data__max_aspect": 1.0}
 
 
@@ -116,28 +121,62 @@ def test_a_step_whose_compilation_fails_is_repeated_eagerly(
     assert len(messages_of(again)) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "factor", "eager"), [("fp32", 1.0, False), ("bf16", 1.2, True)])
-def test_gradients_are_compared_with_eager_before_the_first_step(
-    one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float, eager: bool
+def gradients(run: Run, micros: list[MicroBatch]) -> Tensor:
+    """All of a step's gradients, one after the other; the masters keep none."""
+    torch.manual_seed(0)  # for dropout, which a step seeds by its position
+    for micro in micros:
+        backward(run.context, micro, run.feed.samples_in(0))
+    found = [master.grad.flatten() for master in run.context.masters if master.grad is not None]
+    abort_step(run.context)
+    return torch.cat(found).double()
+
+
+def nudged(micro: MicroBatch, unit: float) -> MicroBatch:
+    """The same with latents and noise larger or smaller by the factor 1 ± `unit`."""
+    draw = torch.Generator().manual_seed(0)
+    factor = 1 + unit * torch.randint(0, 2, micro.latents.shape, generator=draw).mul_(2).sub_(1)
+    return replace(micro, latents=micro.latents * factor, added=micro.added * factor)
+
+
+def roundings_off(run: Run) -> float:
+    """How much the first step's gradients of compiled blocks differ from those of eager ones, over what rounding does to these.
+
+    The effect of rounding is that of inputs one rounding away in an eager pass, so that all that follows rounds otherwise.
+    """
+    adapter, unit = run.context.adapter, torch.finfo(run.context.dtype).eps
+    torch.manual_seed(0)
+    for (
+        master
+    ) in adapter.masters.values():  # up projections at zero: the gradients of the down projections would be, too
+        if not master.any():
+            torch.nn.init.normal_(master, std=0.02)
+    adapter.copy_to_model()
+    micros = [micro.to(run.context.device, run.context.dtype) for micro in next(read_steps(run, 0))]
+    found = gradients(run, micros)
+    with blocks_of(run).off():
+        eager = gradients(run, micros)
+        rounded = gradients(run, [nudged(micro, unit) for micro in micros])
+    assert blocks_of(run).news() is not None, "blocks were compiled"
+    assert 0 < float(eager.norm()) < math.inf
+    return float((found - eager).norm()) / max(float((rounded - eager).norm()), unit * float(eager.norm()))
+
+
+@pytest.mark.parametrize(("precision", "factor"), [("fp32", 1.0), ("bf16", 1.0), ("bf16", 1.2)])
+def test_traced_blocks_have_the_gradients_of_eager_ones(
+    one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float
 ) -> None:
-    settings = ONE_SIZE | {"memory__weight_dtype": precision, "lora__dropout": 0.3, "checkpoint__every_n_steps": 1}
-    usual = one_form.run("usual", steps=2, **settings | {"compile__enabled": False})
-    one_form.train(usual)
+    """With the dropout masks that eager draws. Gradients that are 20 % off for each block are found."""
     use_compiler(monkeypatch, as_it_is, lambda gradient: factor * gradient)
-    run = one_form.run("off", steps=1, **settings)
-    state, _ = one_form.train(run)
-    assert (state.fit.eager, blocks_of(run).on) == (eager, not eager)
-    (line,) = [line for line in messages_of(run) if "gradients differ" in line]
-    rounding = float(line.partition("rounding alone gives ")[2][:7])
-    assert rounding < {"fp32": 1e-5, "bf16": 0.05}[precision], "a fault much larger than this is found"
-    again = one_form.run("off", steps=2, **settings)
-    assert one_form.resume(again)[0].fit.eager is eager
-    # Failed regions are not compiled again; good ones are compared with eager again.
-    assert len([line for line in messages_of(again) if "gradients differ" in line]) == (1 if eager else 2)
-    # The check changes nothing: adapter values, gradients and random numbers are as without it.
-    for name, value in usual.context.adapter.masters.items():
-        assert torch.equal(value, again.context.adapter.masters[name])
+    run = one_form.run("traced", steps=1, memory__weight_dtype=precision, lora__dropout=0.3, **ONE_SIZE)
+    assert (roundings_off(run) <= MARGIN) is (factor == 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(one_form: TinyPlace, precision: str) -> None:
+    """By Inductor. `tests/models/test_inductor.py` has the transposed sequences of a U-Net, which it vectorized wrongly."""
+    run = one_form.run("compiled", steps=1, memory__weight_dtype=precision, **ONE_SIZE)
+    assert roundings_off(run) <= MARGIN
 
 
 def test_a_graph_break_ends_the_run_with_fullgraph(one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import setting_names
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.single import tokenizers
-from lora_trainer.run import choices
-from lora_trainer.run.choices import Choice
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.run import Run
@@ -278,7 +276,7 @@ CASES: dict[str, Case] = {
     },
     "sources": {"sources": True, "loss__prior_loss_weight": 0.5, "loss__unmasked_weight": 0.1},
     "control": {
-        "validation__fold": 1,
+        "validation__split": 0.5,
         "validation__every_n_steps": 1,
         "safeguards__reduce_lr_on_plateau": True,
         "safeguards__plateau_window": 2,
@@ -333,13 +331,6 @@ CASES: dict[str, Case] = {
         "memory__gradient_checkpointing": "true",
         "validation__every_n_steps": 2,
     },
-    "divided": {
-        "memory__second_gpu": "auto",  # the CPU, as if it were a GPU
-        "memory__weight_dtype": "bf16",
-        "memory__gradient_checkpointing": "true",
-        "lora__dropout": 0.1,
-        "train__ema_decay": 0.9,
-    },
     "uncached": {"cache__latents": False, "data__flip": True, "cache__workers": 2},
 }
 # test_exact_split resumes Lion with two processes; tests/recipes/test_families.py resumes every family.
@@ -374,12 +365,8 @@ def several_sources(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 @pytest.fixture
-def makes(
-    place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Run]:
+def makes(place: TinyPlace, tiny_models: Callable[[str], Path], tmp_path: Path) -> Callable[..., Run]:
     """A fresh job of a case, in a named folder."""
-    cpu = Choice("cpu", "as if it were a GPU")
-    monkeypatch.setattr(choices, "choose_second_gpu", lambda wanted, *_: cpu if wanted else None)
 
     def make(case: str, name: str, **changes: object) -> Run:
         settings = {**CASES[case], **changes}

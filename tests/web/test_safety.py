@@ -21,7 +21,7 @@ from tests.web.site import ADDRESS, app_of, problems_of, site, write_run
 
 READ = (
     *("/api/runs", "/api/runs/cat", "/api/settings", "/api/queue", "/api/machine", "/api/doctor", "/openapi.json"),
-    *("/api/docs", "/api/docs/memory", "/api/docs/files/report.png", "/api/loras", "/api/datasets"),
+    *("/api/loras", "/api/datasets"),
 )
 CHANGE = (
     *("/api/runs", "/api/runs/cat/resume", "/api/runs/cat/stop", "/api/runs/cat/requests", "/api/plan", "/api/import"),

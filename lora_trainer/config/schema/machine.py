@@ -14,7 +14,6 @@ from lora_trainer.config.schema.types import (
     CountOrZero,
     DeviceName,
     FsdpStrategy,
-    GpuName,
     Positive,
     Precision,
     Section,
@@ -57,11 +56,6 @@ class MemorySection(Section):
         None,
         "changes rounding",
         "with several processes, each holds a part of the frozen base model (FSDP2): `full_shard` gathers a block for its forward and again for its backward pass, `shard_grad_op` keeps it in between; empty: each holds all of it",
-    )
-    second_gpu: GpuName | None = setting(
-        None,
-        "changes rounding",
-        "the GPU that holds the later blocks of the denoiser, in one process: `cuda:1`, or `auto`, the other GPU with the most free memory; empty: the GPU that trains holds all of it",
     )
     offload_activations: bool = setting(
         False, "changes rounding", "keep what the backward pass needs in system memory until then"

@@ -26,7 +26,7 @@ from lora_trainer.config.schema.types import (
     setting,
 )
 
-OF_VALIDATION = {"validation.split": NOT_0, "validation.fold": ON}  # images that are kept for it
+OF_VALIDATION = {"validation.split": NOT_0}  # images that are kept for it
 
 
 class CheckpointSection(Section):
@@ -110,11 +110,6 @@ class ValidationSection(Section):
         needs=OF_VALIDATION,
     )
     split_seed: CountOrZero = setting(0, "fixed", "another number keeps other images", needs=OF_VALIDATION)
-    fold: Annotated[int, Field(ge=0, le=2)] = setting(
-        0,
-        "fixed",
-        "1 or 2 keeps that half of the images for validation, whatever `split` is; `validate --folds` trains a LoRA with each",
-    )
 
 
 class SampleSection(Section):

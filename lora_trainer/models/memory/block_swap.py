@@ -29,7 +29,6 @@ REPEATED = ("BasicTransformerBlock", "ResnetBlock2D", "JointTransformerBlock", "
 LEAST_SHARE = 1 / 8  # of the largest block: what is smaller frees little, and would hide no copy
 STAGES = {"down_blocks": 0, "mid_block": 1, "up_blocks": 2}  # of a U-Net, which registers its middle last
 BLOCK_SWAP = "_streaming"
-DIVISION = "_divided"  # over two GPUs (`division.py`)
 
 
 def swappable_blocks(denoiser: nn.Module) -> list[nn.Module]:
@@ -112,12 +111,8 @@ def block_swap_note(denoiser: nn.Module, requested: int) -> list[str]:
 def move_to_device(denoiser: nn.Module, device: torch.device) -> None:
     """Move a denoiser to a device, but for the weights of swapped blocks, which stay in host memory.
 
-    A divided denoiser moves to both of its GPUs, or where `device` is not the first of them, completely to `device`.
-    Use it in place of `denoiser.to(device)` wherever blocks may be swapped or the denoiser may be divided.
+    Use it in place of `denoiser.to(device)` wherever blocks may be swapped.
     """
-    if (division := denoiser.__dict__.get(DIVISION)) is not None:
-        division.place(denoiser, device)
-        return
     block_swap = denoiser.__dict__.get(BLOCK_SWAP)
     if block_swap is None:
         denoiser.to(device)
@@ -291,7 +286,7 @@ class BlockSwap:
     def _following(self, place: int) -> int:
         """The block that is needed next. The last of a forward pass is the first of a backward pass."""
         last = len(self.swapped) - 1
-        if in_backward():
+        if _in_backward():
             return place - 1 if place else min(1, last)
         if place < last:
             return place + 1
@@ -305,7 +300,7 @@ class BlockSwap:
             self.need(place)
 
         def watch(module: nn.Module, inputs: Any, result: Any) -> None:
-            if in_backward():  # a recomputed block: its gradients pass through the first result
+            if _in_backward():  # a recomputed block: its gradients pass through the first result
                 return
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -314,8 +309,7 @@ class BlockSwap:
         return watch
 
 
-def in_backward() -> bool:
-    """Whether a backward pass is running, in which a checkpointed block is recomputed."""
+def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 

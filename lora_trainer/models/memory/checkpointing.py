@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from lora_trainer.config.schema import CheckpointingMode
-from lora_trainer.models.memory.division import arrived
 from lora_trainer.models.memory.recompute import recomputing
 
 FLAG = "gradient_checkpointing"
@@ -76,6 +75,4 @@ def checkpoint_blocks(denoiser: Any, count: int, recompute: CheckpointingMode = 
 def _where_flagged(recompute: CheckpointingMode) -> Callable[..., Any]:
     """The function that runs a transformer's block, checkpointed if it has the flag."""
     checkpointed = recomputing(recompute)
-    return lambda block, *inputs: (
-        checkpointed(block, *arrived(block, inputs)) if getattr(block, FLAG) else block(*inputs)
-    )
+    return lambda block, *inputs: checkpointed(block, *inputs) if getattr(block, FLAG) else block(*inputs)

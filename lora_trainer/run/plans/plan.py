@@ -16,7 +16,6 @@ from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.gpu_rates import least_seconds
-from lora_trainer.core.hardware import visible_gpus
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.core.tensorfile import elements, read_tensor_header
 from lora_trainer.data.captions import canonical, settled
@@ -69,8 +68,6 @@ DECIDED = ("micro_batch_size", "gradient_checkpointing", "weight_dtype", "blocks
 WORTH_FREEING_GIB = 0.1
 WORTH_BESIDE = 0.2  # of what the largest saving frees
 KEEPS_SCORES = ("math",)
-NO_SECOND_GPU = "memory.second_gpu=auto finds no second GPU, so the model is not divided"
-SECOND_PARTS = ("weights", "adapter", "activations", "overhead")  # of the memory of a second GPU
 Data = tuple[tuple[Sample, ...], tuple[Sample, ...]]  # trained, held out
 
 
@@ -147,7 +144,6 @@ class Plan:
             "host_gib": round(self.host.most, 4),
             "host_peak_gib": round(max(phase.host_gib for phase in self.phases.values()), 4),
             "swappable_blocks": fit.swappable,
-            "second_gpu": self.second,
             "reasons": dict(zip(DECIDED, fit.reasons, strict=True)),
             "train_tflop_per_step": round(parts.tflop, 4),
             "seconds_per_step_at_least": {gpu: round(time, 5) for gpu, time in self.least(parts.tflop).items()},
@@ -162,19 +158,6 @@ class Plan:
                 {"runs": each.runs, "in_a_pass": each.in_a_pass, "peak_gib": round(each.parts.peak, 4)}
                 for each in (self.together(together) if together else ())
             ],
-        }
-
-    @property
-    def second(self) -> dict[str, float | int | None] | None:
-        """The second GPU of a divided model, for `plan --json`."""
-        if (parts := self.fit.parts.second) is None:
-            return None
-        sizes = {f"{name}_gib": round(getattr(parts, name), 4) for name in SECOND_PARTS}
-        return {
-            "peak_gib": round(sum(sizes.values()), 4),
-            "limit_gib": self.demand.second_limit_gib,
-            "blocks": parts.blocks,
-            **sizes,
         }
 
     def together(self, most: int) -> list[RunsTogether]:
@@ -198,9 +181,6 @@ def make_plan(
     `here`: on this machine's GPU, as a run decides; else nf4 is taken to be at hand, and what it needs is said.
     Raises UsageError for a model or data that cannot be read.
     """
-    is_alone = here and resolved.config.memory.second_gpu == "auto" and len(visible_gpus()) < 2
-    if is_alone:
-        resolved = undivided(resolved)
     config = resolved.config
     family, architecture = architecture_of(config, families)
     limits = [limit for limit in (config.memory.limit_gib, gpu_gib) if limit is not None]
@@ -225,7 +205,6 @@ def make_plan(
         disk_gib=(cached + run_bytes(config, demand.shapes, steps, counted.steps_per_epoch if counted else None)) / GIB,
         phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
-            *([f"{NO_SECOND_GPU}."] if is_alone else []),
             *too_small(config, architecture.facts, (*train, *validation)),
             *uncounted(config),
             *over_several_gpus(config, demand, fit),
@@ -236,12 +215,6 @@ def make_plan(
         attention=config.hardware.attention_backend,
         tracing=partial(tracing_gauge, family, architecture, config) if every_setting else None,
     )
-
-
-def undivided(resolved: Resolved) -> Resolved:
-    """The settings of a run without a second GPU, which plans and trains as if `memory.second_gpu` were not set."""
-    memory = resolved.config.memory.model_copy(update={"second_gpu": None})
-    return replace(resolved, config=resolved.config.model_copy(update={"memory": memory}))
 
 
 def phases_of(
@@ -287,7 +260,6 @@ def make_demand(
         beside.append(config.model.training_adapter)
     first = precision or config.memory.weight_dtype
     asked = from_user(resolved.origin["memory.weight_dtype"]) or limit_gib is None or first == "fp32"
-    divided = config.memory.second_gpu is not None and world == 1
     return Demand(
         memory_model=gauge_of(family, architecture, config),
         rank=config.lora.rank,
@@ -299,11 +271,9 @@ def make_demand(
         max_micro=config.train.max_micro_batch_size,
         checkpointing=config.memory.gradient_checkpointing,
         precisions=(first,) if asked else (first, *NARROWER[NARROWER.index(first) + 1 if first in NARROWER else 0 :]),
-        streaming=0 if (config.memory.fsdp and world > 1) or divided else config.memory.blocks_to_swap,
+        streaming=0 if config.memory.fsdp and world > 1 else config.memory.blocks_to_swap,
         shards=world if config.memory.fsdp else 1,
         regathered=config.memory.fsdp == "full_shard",
-        divided=divided,
-        second_limit_gib=limit_gib,
         recompute=config.memory.checkpointing_mode,
         offloaded=config.memory.offload_activations,
         optimizer=config.optimizer.name,
@@ -340,7 +310,7 @@ def storable_here(demand: Demand) -> Demand:
 def gauge_of(family: Family, architecture: Architecture, config: Config) -> MemoryModel:
     """The stored memory profile of a published model, else a traced one.
 
-    Stored profiles do not cover activation offloading, int8 matmul, a second GPU, or captions of another length than the model's.
+    Stored profiles do not cover activation offloading, int8 matmul, or captions of another length than the model's.
     """
     lengths = replace(family.text.options, clip_skip=None, without=()) != PLAIN  # which change no length
     unwritten = (
@@ -348,7 +318,6 @@ def gauge_of(family: Family, architecture: Architecture, config: Config) -> Memo
         or not denoiser_options(config).has_usual_size
         or config.memory.offload_activations
         or config.memory.int8_matmul
-        or config.memory.second_gpu is not None
         or lengths
     )
     stored = None if unwritten else stored_memory_model(architecture, config.lora.target_modules)
@@ -376,7 +345,7 @@ def planned_data(config: Config, facts: ModelFacts) -> Data:
         return (), ()
     manifest, _ = list_data(config, allow_missing_captions=True)
     kept = config.validation
-    train, validation = split_validation(manifest.samples, kept.split, kept.split_seed, fold=kept.fold)
+    train, validation = split_validation(manifest.samples, kept.split, kept.split_seed)
     train, rules = (*train, *planned_class_images(config, class_image_side(config, facts))), caption_rules(config)
     return settled(train, rules), tuple(map(canonical, settled(validation, rules)))
 

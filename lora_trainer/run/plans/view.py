@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.memory_plan.estimate import GIB, LARGEST_SHARE, SecondParts
+from lora_trainer.memory_plan.estimate import GIB, LARGEST_SHARE
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.run.plans.plan import SECOND_PARTS, Plan
+from lora_trainer.run.plans.plan import Plan
 from lora_trainer.run.printed import show
 
 LEAST_HOST_GIB = 0.5
@@ -121,28 +121,13 @@ def lines(plan: Plan) -> list[str]:
         f"micro-batch size: {fit.micro} (gradient accumulation steps: {fit.accumulation}): {fit.reasons[0]}",
         f"gradient checkpointing: {fit.checkpointed} of {fit.blocks} blocks: {fit.reasons[1]}",
         f"weights {fit.precision}: {fit.reasons[2]}",
-        *(
-            [f"swapped {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}"]
-            if fit.parts.second is None
-            else second_lines(plan, fit.parts.second)
-        ),
+        f"swapped {fit.swapped} of {fit.swappable} blocks: {fit.reasons[3]}{hosted}",
         *least,
         *(f"{name}: {phase.peak_gib:.2f} GiB, {phase.placement}" for name, phase in plan.phases.items()),
         most_line(plan),
         *host_lines(plan, system_memory()[0] / GIB),
         *([PUBLISHED] if demand.memory_model.traced else []),
         f"disk: {plan.disk_gib:.2f} GiB for caches, checkpoints and the LoRA",
-    ]
-
-
-def second_lines(plan: Plan, second: SecondParts) -> list[str]:
-    """The second GPU of a divided model; all else in the plan is of the first."""
-    limit = plan.demand.second_limit_gib
-    size = "no limit" if limit is None else f"{limit:g} GiB, {limit - second.peak:.2f} of them left"
-    parts = ", ".join(f"{name} {getattr(second, name):.2f}" for name in SECOND_PARTS)
-    return [
-        f"second GPU: {second.peak:.2f} GiB ({parts}) with the last {second.blocks} blocks; {size}",
-        "all other figures are of the first GPU",
     ]
 
 

@@ -52,12 +52,11 @@ def changes(demand: Demand, fit: MemoryPlan) -> Iterator[tuple[str, Demand, Memo
         other = "full" if demand.recompute == "selective" else "selective"
         yield f"memory.checkpointing_mode={other}", replace(demand, recompute=other), fit
     other = str(not demand.offloaded).lower()
-    if not demand.divided:
-        yield f"memory.offload_activations={other}", replace(demand, offloaded=not demand.offloaded), fit
+    yield f"memory.offload_activations={other}", replace(demand, offloaded=not demand.offloaded), fit
     for precision in STORED:
         if precision != fit.precision:
             yield f"memory.weight_dtype={precision}", demand, replace(fit, precision=precision)
-    for count in sorted({0, fit.swappable // 4, fit.swappable} - {fit.swapped}) if not demand.divided else ():
+    for count in sorted({0, fit.swappable // 4, fit.swappable} - {fit.swapped}):
         yield f"memory.blocks_to_swap={count}", demand, replace(fit, swapped=count)
     if demand.optimizer != "adamw8bit":
         yield "optimizer.name=adamw8bit", replace(demand, optimizer="adamw8bit"), fit

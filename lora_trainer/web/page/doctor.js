@@ -28,7 +28,7 @@ export function Doctor({ id }) {
             <optgroup label="A run">${known.map((run) => html`<option value=${run.id}>${run.id} (${run.is_live ? "training" : run.status})</option>`)}
               ${id !== null && !known.some((run) => run.id === id) && html`<option value=${id}>${id}</option>`}</optgroup></select>`}<//>
           <${Button} kind="main" busy=${action.busy || isRunning} onClick=${start}>${isRunning ? "Checking …" : id === null ? "Check this machine" : "Check this run"}<//></div>
-          <p class="about">${id === null ? "Python and packages, the GPU and its driver, results of each precision, attention, disks, limits, variables. It takes some seconds and changes nothing." : "How it trains or how it ended, its files and scores, and this machine. A run that trains is not disturbed."} <a href="#/docs/doctor">What is checked</a></p>
+          <p class="about">${id === null ? "Python and packages, the GPU and its driver, results of each precision, attention, disks, limits, variables. It takes some seconds and changes nothing." : "How it trains or how it ended, its files and scores, and this machine. A run that trains is not disturbed."}</p>
           <${Result} action=${action} /><${Problems} problems=${checks?.run === id ? [] : problems} />
           ${last && last.id !== newest?.id && html`<${TaskState} task=${last} onChange=${load} />`}</section>
         ${newest ? html`<${Checklist} check=${newest} />` : checks?.run === id && !isRunning && html`<div class="card empty"><p>${id === null ? "This machine" : id} was not checked yet.</p></div>`}
@@ -63,7 +63,7 @@ function Line({ line, isOfRun, tone }) {
     ${line.fix && html`<p class="fix"><b>Fix:</b> <${Fix} text=${line.fix} commands=${line.commands} /></p>`}</div>`;
 }
 
-// A fix with its commands to copy, and its pages of the docs as links.
+// A fix with its commands to copy.
 function Fix({ text, commands }) {
   const parts = [];
   let rest = text;
@@ -72,11 +72,8 @@ function Fix({ text, commands }) {
     parts.push(rest.slice(0, at), html`<span class="command"><code>${command}</code><${Copy} text=${command} /></span>`);
     rest = rest.slice(at + command.length);
   }
-  return [...parts, rest].map((part) => (typeof part === "string" ? withLinks(part) : part));
+  return [...parts, rest];
 }
-
-const withLinks = (text) =>
-  text.split(/\bdocs\/([\w/-]+)\.md\b/).map((part, index) => (index % 2 ? html`<a href=${`#/docs/${part}`}>docs/${part}.md</a>` : part));
 
 function MachineNow() {
   const [first, , problems] = useDocument("/machine");

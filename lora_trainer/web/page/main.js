@@ -4,7 +4,7 @@ import { post } from "./api.js";
 import { Field, Problems, Result, bytes, html, render, useAction, useEffect, useLive, useRef, useState } from "./ui.js";
 import { Start } from "./start.js";
 
-// Address, name in the navigation, and what loads the page. One with an id, such as docs/memory, gets it and the rest.
+// Address, name in the navigation, and what loads the page. One with an id, such as run/cat, gets it and the rest.
 const PAGES = [
   ["", "Start", async () => Start],
   ["runs", "Runs", async () => (await import("./runs.js")).Runs],
@@ -13,13 +13,12 @@ const PAGES = [
   ["queue", "Queue", async () => (await import("./queue.js")).Queue],
   ["library", "Library", async () => (await import("./library.js")).Library],
   ["doctor", "Doctor", async () => (await import("./doctor.js")).Doctor],
-  ["docs", "Docs", async () => (await import("./docs.js")).Docs],
 ];
 const OF_A_RUN = {
   run: async () => (await import("./run.js")).Run,
   verdict: async () => (await import("./verdict.js")).Verdict,
 };
-const STAY = ["docs", "doctor"]; // pages that keep what was typed and loaded when the id changes
+const STAY = ["doctor"]; // pages that keep what was typed and loaded when the id changes
 const loaded = new Map();
 
 // Of `#/page/id/rest`, each part decoded; a part that cannot be decoded stays as it is.
