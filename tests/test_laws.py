@@ -81,6 +81,7 @@ class SourceFile:
     functions: tuple[SourceFunction, ...]
     classes: tuple[str, ...]
     used: Counter[str]
+    codes: tuple[str, ...]  # the first arguments of problems and findings that are texts
 
 
 @cache
@@ -93,8 +94,10 @@ def source_files(checkout: Path) -> tuple[SourceFile, ...]:
 
 
 def read_source(name: str, text: str) -> SourceFile:
-    functions, classes, used = [], [], Counter[str]()
+    functions, classes, codes, used = [], [], [], Counter[str]()
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Problem", "Finding"):
+            codes += [str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant)]
         if isinstance(node, ast.Name):
             used[node.id] += 1
         elif isinstance(node, ast.Attribute):
@@ -103,7 +106,7 @@ def read_source(name: str, text: str) -> SourceFile:
             classes.append(node.name)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append(read_function(node))
-    return SourceFile(name, len(text.splitlines()), tuple(functions), tuple(classes), used)
+    return SourceFile(name, len(text.splitlines()), tuple(functions), tuple(classes), used, tuple(codes))
 
 
 def read_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> SourceFunction:
@@ -168,6 +171,13 @@ def test_a_name_means_one_thing(checkout: Path) -> None:
             classes[name].add(file.name)
     assert {each: places for each, places in classes.items() if len(places) > 1} == {}
     assert {each for each, places in modules.items() if len(places) > 1} <= SHARED_MODULE_NAMES
+
+
+def test_problems_and_findings_have_codes(checkout: Path) -> None:
+    """Words of lower case, never a sentence in the place of the code."""
+    codes = [(file.name, code) for file in of_package(checkout) for code in file.codes]
+    assert len(codes) > 500
+    assert [each for each in codes if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", each[1])] == []
 
 
 def test_words_are_those_of_the_field(checkout: Path) -> None:

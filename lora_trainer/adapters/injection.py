@@ -95,7 +95,7 @@ def too_high(ranks: Mapping[str, int], options: AdapterOptions) -> list[Problem]
     if own != options.rank:
         setting = f"lora.rank_pattern of {options.prefix}{worst}"
     message = f"Its rank is {high[worst]}, and {setting}={own} is lower."
-    return [Problem(message, f"Set {setting}={high[worst]}.")]
+    return [Problem("rank_below_file", message, f"Set {setting}={high[worst]}.")]
 
 
 def unlike(layers: Sequence[str], message: str, fix: str = "") -> list[Problem]:
@@ -103,7 +103,9 @@ def unlike(layers: Sequence[str], message: str, fix: str = "") -> list[Problem]:
     if not layers:
         return []
     fix = fix or f"Write it as a LoRA, {to_lora(())}, and set lora.type=lora."
-    return [Problem(f"{counted(len(layers), 'layer')} of it {message} (first: {layers[0]}).", fix)]
+    return [
+        Problem("layers_not_trained", f"{counted(len(layers), 'layer')} of it {message} (first: {layers[0]}).", fix)
+    ]
 
 
 def put(parameter: nn.Parameter, values: Tensor) -> None:

@@ -73,7 +73,7 @@ def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions
     }
     if not sizes:
         message = f"lora.type=oft rotates outputs in blocks of at most lora.rank={options.rank}, which leaves nothing to train."
-        raise UsageError(Problem(message, "Set lora.rank to 8 or more, or lora.type=lora."))
+        raise UsageError(Problem("rank_too_small", message, "Set lora.rank to 8 or more, or lora.type=lora."))
     for name, size in sizes.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, RotatedLayer(layers[name], size))

@@ -29,6 +29,7 @@ def target_modules(denoiser: nn.Module, spec: DenoiserSpec, targets: str | tuple
     patterns = named or ((targets,) if isinstance(targets, str) else targets)
     problems = [
         Problem(
+            "pattern_matches_nothing",
             f"lora.target_modules: {pattern!r} matches none of {len(adaptable)} modules.",
             f"Set {', '.join(spec.lora_targets)}, or a pattern such as '*.attn2.to_k'. {nearest(pattern, spec.lora_targets)}",
         )

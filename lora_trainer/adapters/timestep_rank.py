@@ -50,7 +50,9 @@ class TimestepRank:
         assert self.noise is not None
         if len(small) != len(self.noise):
             message = f"A layer of the LoRA sees {len(small)} rows in a batch of {len(self.noise)}, so lora.timestep_min_rank cannot tell its samples apart."
-            raise TrainingFailed(Problem(message, "Leave that layer out of lora.target_modules, or remove it."))
+            raise TrainingFailed(
+                Problem("batch_not_separable", message, "Leave that layer out of lora.target_modules, or remove it.")
+            )
         if rank not in self.masks:
             places = torch.arange(rank, device=small.device)
             self.masks[rank] = (places < self.rows(self.noise, rank)[:, None]).to(small.dtype)

@@ -193,16 +193,38 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     config = order.resolved.config
     jobs = order.options.jobs
     if jobs < 0:
-        problems.append(Problem(f"--jobs is {jobs}, must be at least 0.", "0 only fills the queue for workers."))
+        problems.append(
+            Problem(
+                "jobs_out_of_range", f"--jobs is {jobs}, must be at least 0.", "0 only fills the queue for workers."
+            )
+        )
     if order.together > 1 and jobs > 0 and order.executor != "local":
-        problems.append(Problem(f"--together is not for --executor {order.executor}.", "It runs each job by itself."))
+        problems.append(
+            Problem(
+                "together_not_supported",
+                f"--together is not for --executor {order.executor}.",
+                "It runs each job by itself.",
+            )
+        )
     if order.retries < 0:
-        problems.append(Problem(f"--retries is {order.retries}, must be at least 0.", "0 repeats no failure."))
+        problems.append(
+            Problem(
+                "retries_out_of_range", f"--retries is {order.retries}, must be at least 0.", "0 repeats no failure."
+            )
+        )
     if order.together < 1:
-        problems.append(Problem(f"--together is {order.together}, must be at least 1.", "1 trains one LoRA at a time."))
+        problems.append(
+            Problem(
+                "together_out_of_range",
+                f"--together is {order.together}, must be at least 1.",
+                "1 trains one LoRA at a time.",
+            )
+        )
     if not config.checkpoint.save_state:
         message = "checkpoint.save_state is false, and a batch continues interrupted jobs from their checkpoints."
-        problems.append(Problem(message, "Remove the setting; checkpoint.keep_last=1 takes the least space."))
+        problems.append(
+            Problem("state_not_saved", message, "Remove the setting; checkpoint.keep_last=1 takes the least space.")
+        )
     for check in (
         lambda: executor(order.executor).check(order.options),
         lambda: folders.update(read_root(order.root) if order.root else read_configs(order.configs)),
@@ -218,9 +240,13 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
     for place, flag in ((order.output, "--output"), (cache_folder(config), "--set cache.dir")):
         if order.root and place.resolve().is_relative_to(order.root.resolve()):
             message = f"{place} is inside {order.root}, where nothing is written."
-            problems.append(Problem(message, f"Choose another {flag}."))
+            problems.append(Problem("output_inside_data", message, f"Choose another {flag}."))
     if FOLDER in {name.casefold() for name in folders}:
-        problems.append(Problem(f"No run of a batch can be named {FOLDER}: its jobs are in that folder.", "Rename it."))
+        problems.append(
+            Problem(
+                "reserved_name", f"No run of a batch can be named {FOLDER}: its jobs are in that folder.", "Rename it."
+            )
+        )
     if problems:
         raise UsageError(problems)
     return folders
@@ -235,13 +261,16 @@ def refuse_used_output(order: BatchOrder) -> None:
     if jobs and not order.shared.resume:
         raise UsageError(
             Problem(
+                "batch_exists",
                 f"{order.output} holds a batch already ({counts(jobs)}).",
                 "Add --resume to continue it, or choose another --output.",
             )
         )
     # One that is not there any more was moved.
     if root is not None and Path(root).exists() and (order.root is None or Path(root) != order.root.resolve()):
-        raise UsageError(Problem(f"{order.output} holds a batch of {root}.", "Choose another --output."))
+        raise UsageError(
+            Problem("batch_of_other_folder", f"{order.output} holds a batch of {root}.", "Choose another --output.")
+        )
 
 
 def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:

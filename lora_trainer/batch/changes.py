@@ -51,11 +51,16 @@ def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     if names and finished:
         fix = "Rename or delete the folder of its run, and retry it then."
         raise UsageError(
-            [Problem(f"{job.name}: its training finished, and its LoRA was {job.status}.", fix) for job in finished]
+            [
+                Problem("job_finished", f"{job.name}: its training finished, and its LoRA was {job.status}.", fix)
+                for job in finished
+            ]
         )
     if stopping := [job for job in jobs if names and job.cancelled]:
         fix = "Retry it when batch status shows that it is cancelled."
-        raise UsageError([Problem(f"{job.name} was cancelled and still runs.", fix) for job in stopping])
+        raise UsageError(
+            [Problem("job_still_runs", f"{job.name} was cancelled and still runs.", fix) for job in stopping]
+        )
     store.put_back([job.name for job in again])
     write_summary(store)
     for job in jobs if names else [*again, *finished]:
@@ -75,10 +80,14 @@ def named_jobs(store: JobStore, names: Sequence[str], verb: str) -> list[QueuedJ
     if not names:
         known = ", ".join(job.name for job in jobs.values() if job.status in ("running", "waiting"))
         raise UsageError(
-            Problem("No job is named.", f"{verb} one or several of these: {known or 'none is left to run'}.")
+            Problem(
+                "no_job_named", "No job is named.", f"{verb} one or several of these: {known or 'none is left to run'}."
+            )
         )
     if unknown := [name for name in names if name not in jobs]:
-        raise UsageError([Problem(f"{store.output} has no job {name}.", nearest(name, jobs)) for name in unknown])
+        raise UsageError(
+            [Problem("unknown_job", f"{store.output} has no job {name}.", nearest(name, jobs)) for name in unknown]
+        )
     return [jobs[name] for name in dict.fromkeys(names)]
 
 

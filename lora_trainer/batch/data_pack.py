@@ -184,7 +184,9 @@ def copied(pack: DataPack, pieces: Iterable[bytes], scratch: Path) -> Iterator[P
             there = scratch.lstat()
             if hasattr(os, "getuid") and (there.st_uid != os.getuid() or not stat.S_ISDIR(there.st_mode)):
                 message = f"{scratch}, where copies of datasets are to be, belongs to another user, or is no folder."
-                raise UsageError(Problem(message, "Name another folder with --executor-option scratch=DIR."))
+                raise UsageError(
+                    Problem("scratch_not_usable", message, "Name another folder with --executor-option scratch=DIR.")
+                )
             stack.enter_context(in_use(scratch))
             with Claims(scratch) as claims:
                 wait_for(claims, pack.key)
@@ -198,7 +200,7 @@ def copied(pack: DataPack, pieces: Iterable[bytes], scratch: Path) -> Iterator[P
             reason = (error.strerror or str(error)).lower()
             message = f"The data ({pack.size / GIB:.2f} GiB) cannot be copied to {scratch}: {reason}."
             fix = "Make room there, name another folder with --executor-option scratch=DIR, or use data=path."
-            raise TrainingFailed(Problem(message, fix)) from error
+            raise TrainingFailed(Problem("data_not_copied", message, fix)) from error
         yield target
 
 
@@ -223,12 +225,20 @@ def _unpack(pack: DataPack, pieces: Iterable[bytes], target: Path) -> None:
             while stream.read(READ_BYTES):
                 pass
         except (tarfile.TarError, EOFError, FileExistsError, NotADirectoryError, ValueError) as error:
-            raise UsageError(Problem(f"The packed data is damaged ({error}).", "Submit the batch again.")) from error
+            raise UsageError(
+                Problem("packed_data_damaged", f"The packed data is damaged ({error}).", "Submit the batch again.")
+            ) from error
         if stream.digest.hexdigest() != pack.key:
-            raise UsageError(Problem("The packed data is not what was packed.", "Submit the batch again."))
+            raise UsageError(
+                Problem("packed_data_damaged", "The packed data is not what was packed.", "Submit the batch again.")
+            )
         for folder in pack.folders:
             if not is_below(folder):
-                raise UsageError(Problem(f"The packed data is damaged ({folder!r}).", "Submit the batch again."))
+                raise UsageError(
+                    Problem(
+                        "packed_data_damaged", f"The packed data is damaged ({folder!r}).", "Submit the batch again."
+                    )
+                )
             (part / folder).mkdir(parents=True, exist_ok=True)
         os.rename(part, target)
     finally:

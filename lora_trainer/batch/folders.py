@@ -63,7 +63,9 @@ def read_root(root: Path) -> dict[str, Path]:
     """
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
-        raise UsageError(Problem(f"{root} {what}.", "ROOT is a folder that holds one folder for each LoRA."))
+        raise UsageError(
+            Problem("folder_unusable", f"{root} {what}.", "ROOT is a folder that holds one folder for each LoRA.")
+        )
     entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda each: each.name)
     folders = [entry for entry in entries if entry.is_dir()]
     images = [entry for entry in entries if entry.is_file() and is_image(entry.name)]
@@ -71,9 +73,11 @@ def read_root(root: Path) -> dict[str, Path]:
     if images:
         message = f"{root} holds {len(images)} images itself (first: {images[0].name}) and {len(folders)} folders."
         fix = f'A batch trains one LoRA for each folder. For one LoRA of all of it: lora-trainer train --data "{root}"'
-        problems.append(Problem(message, fix))
+        problems.append(Problem("images_in_root", message, fix))
     elif not folders:
-        problems.append(Problem(f"{root} holds no folder.", "ROOT holds one folder of images for each LoRA."))
+        problems.append(
+            Problem("no_dataset_folder", f"{root} holds no folder.", "ROOT holds one folder of images for each LoRA.")
+        )
     found: dict[str, Path] = {}
     by_spelling: dict[str, Path] = {}
     for folder in folders:
@@ -81,7 +85,9 @@ def read_root(root: Path) -> dict[str, Path]:
         other = by_spelling.setdefault(name.casefold(), folder)  # many disks do not tell Cat from cat
         if other is not folder:
             message = f"{other.name} and {folder.name} would both become the run {name}."
-            problems.append(Problem(message, f"Rename one, or name its run in its {SETTINGS_FILE}: [run] name"))
+            problems.append(
+                Problem("run_name_twice", message, f"Rename one, or name its run in its {SETTINGS_FILE}: [run] name")
+            )
         found[name] = folder.absolute()
     if problems:
         raise UsageError(problems)
@@ -97,9 +103,13 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Path]:
     for path in paths:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
-            problems.append(Problem(f"--configs: {path} {what}.", "Name TOML files, each as for --config."))
+            problems.append(
+                Problem("configs_unusable", f"--configs: {path} {what}.", "Name TOML files, each as for --config.")
+            )
         if (other := by_spelling.setdefault(path.stem.casefold(), path)) is not path:
-            problems.append(Problem(f"{other} and {path} would both become the run {path.stem}.", "Rename one."))
+            problems.append(
+                Problem("run_name_twice", f"{other} and {path} would both become the run {path.stem}.", "Rename one.")
+            )
         found[path.stem] = path.absolute()
     if problems:
         raise UsageError(problems)
@@ -141,7 +151,11 @@ def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
             if isinstance(values.get(section), dict) and key in values[section]:
                 message = f"{section}.{key} (from {SETTINGS_FILE}) cannot be set by a folder of a batch."
                 problems.append(
-                    Problem(message, "Remove it: the folder is the data; --output and --offline are the batch's.")
+                    Problem(
+                        "setting_not_per_folder",
+                        message,
+                        "Remove it: the folder is the data; --output and --offline are the batch's.",
+                    )
                 )
     except UsageError as error:
         problems.extend(error.problems)

@@ -127,7 +127,11 @@ class GpuShares:
         assert plan is not None
         fix = " ".join(what_would_fit(plan.demand))
         raise UsageError(
-            Problem(f"{' '.join(plan.shortages)} The largest GPU of the cluster has {sizes[-1]:.3g} GiB.", fix)
+            Problem(
+                "does_not_fit",
+                f"{' '.join(plan.shortages)} The largest GPU of the cluster has {sizes[-1]:.3g} GiB.",
+                fix,
+            )
         )
 
     @property

@@ -21,7 +21,7 @@ def make_job(shared: Shared, name: str, data: Path) -> NewJob:
     try:
         resolved = job_settings(shared, name, data)
     except UsageError as error:
-        problems = [[problem.message, problem.fix] for problem in error.problems]
+        problems = [[problem.code, problem.message, problem.fix] for problem in error.problems]
         return NewJob(name, data, document={"problems": problems})
     config = with_absolute_paths(resolved.config).model_dump(mode="json")  # workers begin in other folders
     del config["run"]["output"]  # each machine has its own path of it
@@ -96,4 +96,4 @@ def refuse_changed(store: JobStore, name: str) -> None:
             f"The {' and the '.join(wrong)} of {name} on {socket.gethostname()} are not those that were submitted."
         )
         fix = "Make the paths of its job.json the same on all machines, or submit the batch again, with --resume."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("submitted_files_changed", message, fix))

@@ -95,7 +95,7 @@ class NumberedLog:
             return None
         except ValueError as error:
             fix = "Restore it from a backup, or delete it, if nothing runs."
-            raise UsageError(Problem(f"{path} cannot be read ({error}).", fix)) from error
+            raise UsageError(Problem("file_unreadable", f"{path} cannot be read ({error}).", fix)) from error
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,14 @@ class JobFiles:
                 fix = "It needs a disk with hard links, such as NFS, Lustre, CephFS or a local one. Choose another --output."
             else:
                 fix = "Make room there, or choose another --output."
-            raise UsageError(Problem(message, fix)) from error
+            raise UsageError(Problem("batch_folder_unusable", message, fix)) from error
         if (version := self._batch()["version"]) != VERSION:
             raise UsageError(
-                Problem(f"{self.folder} is of version {version}, not {VERSION}.", "Choose another --output.")
+                Problem(
+                    "batch_of_other_version",
+                    f"{self.folder} is of version {version}, not {VERSION}.",
+                    "Choose another --output.",
+                )
             )
 
     def write_note(self, key: str, value: Any) -> None:
@@ -200,14 +204,16 @@ class JobFiles:
             return dict(read_json(path))
         except (OSError, ValueError) as error:
             message = f"{path} cannot be read on {socket.gethostname()} ({error})."
-            raise UsageError(Problem(message, "Submit the batch again, with --resume.")) from error
+            raise UsageError(Problem("file_unreadable", message, "Submit the batch again, with --resume.")) from error
 
     def enlist(self, jobs: Sequence[NewJob], notes: Mapping[str, Any] | None = None) -> None:
         states = {state.job.name: state.job for state in self._states()}
         running = {name for name, job in states.items() if job.status == "running"}
         if wrong := [job.name for job in jobs if job.name in running and self._is_new(job, "data_hash")]:
             fix = "Wait for it, or stop it with: lora-trainer batch cancel"
-            raise UsageError([Problem(f"{name} runs now, with other settings.", fix) for name in wrong])
+            raise UsageError(
+                [Problem("job_still_runs", f"{name} runs now, with other settings.", fix) for name in wrong]
+            )
         for job in jobs:
             if job.name in running or not self._is_new(job):
                 continue  # images that are added while it runs are for a later submission
@@ -251,7 +257,7 @@ class JobFiles:
         if program != __version__:
             message = f"{state.job.name} is a job for lora-trainer {program}, and this is {__version__}."
             fix = f"Install that here: pip install lora-trainer=={program}. Or submit the batch again with --resume."
-            raise UsageError(Problem(message, fix))
+            raise UsageError(Problem("job_of_other_version", message, fix))
         holder = this_process(shared=True)
         return self._append(state.job, lambda found: can_begin(found, now), "claimed", holder=holder)
 

@@ -105,9 +105,15 @@ class JobQueue:
         except sqlite3.DatabaseError as error:
             message = f"{path} cannot be used as the queue of a batch ({error})."
             fix = "Make room there" if refusal(error) is not None else "Move it away"
-            raise UsageError(Problem(message, f"{fix}, or choose another --output.")) from error
+            raise UsageError(Problem("queue_unusable", message, f"{fix}, or choose another --output.")) from error
         if version != VERSION:
-            raise UsageError(Problem(f"{path} is of version {version}, not {VERSION}.", "Choose another --output."))
+            raise UsageError(
+                Problem(
+                    "batch_of_other_version",
+                    f"{path} is of version {version}, not {VERSION}.",
+                    "Choose another --output.",
+                )
+            )
 
     @patiently
     def write_note(self, key: str, value: Any) -> None:

@@ -23,7 +23,7 @@ def store_of(output: Path) -> JobStore:
         message = f"{output} contains no batch (neither {queue.FILE} nor {job_files.FOLDER})."
         fix = f"Start one with: lora-trainer batch ROOT --output {output}. If one was started on another machine, this folder"
         fix = f"{fix} is not shared with this one ({socket.gethostname()})."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("not_a_batch", message, fix))
     return JobQueue(output) if (output / queue.FILE).is_file() else JobFiles(output)
 
 
@@ -37,5 +37,7 @@ def make_store(output: Path, *, shared: bool) -> JobStore:
     store = store_of(output)
     if shared and not isinstance(store, JobFiles):
         message = f"{output} holds a batch for one machine ({queue.FILE}), which workers on several cannot share."
-        raise UsageError(Problem(message, "Choose another --output, or continue it with --executor local."))
+        raise UsageError(
+            Problem("batch_for_one_machine", message, "Choose another --output, or continue it with --executor local.")
+        )
     return store

@@ -31,17 +31,19 @@ def read_measurement(path: Path, what: str | None = None) -> dict[str, Any]:
     try:
         document = read_json(path)
     except FileNotFoundError:
-        raise UsageError(Problem(f"{path} does not exist.", WRITE)) from None
+        raise UsageError(Problem("file_missing", f"{path} does not exist.", WRITE)) from None
     except OSError as error:
-        raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", WRITE)) from None
+        raise UsageError(Problem("file_unreadable", f"{path} cannot be read: {error.strerror}.", WRITE)) from None
     except ValueError:
         document = None
     rows = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or "device" not in document or not all(isinstance(row, dict) for row in rows):
-        raise UsageError(Problem(f"{path} is no JSON document of bench.", WRITE))
+        raise UsageError(Problem("not_a_baseline", f"{path} is no JSON document of bench.", WRITE))
     measured = document.get("bench", what)
     if what is not None and measured != what:
-        raise UsageError(Problem(f"{path} is of bench {measured}, and this is bench {what}.", WRITE))
+        raise UsageError(
+            Problem("baseline_differs", f"{path} is of bench {measured}, and this is bench {what}.", WRITE)
+        )
     found: dict[str, Any] = document
     return found
 
@@ -52,7 +54,11 @@ def read_baseline(path: Path, device: str) -> Mapping[str, Any]:
     if document["device"] != device:
         message = f"{path} was measured on {document['device']}, this is {device}."
         raise UsageError(
-            Problem(message, "Figures of two devices cannot be compared: write one here with --save FILE.")
+            Problem(
+                "baseline_differs",
+                message,
+                "Figures of two devices cannot be compared: write one here with --save FILE.",
+            )
         )
     return document
 
@@ -64,11 +70,15 @@ def held_against(baseline: Mapping[str, Any], document: Mapping[str, Any]) -> tu
     said += [f"{' of '.join(each)}: in the baseline only" for each in earlier.keys() - rows.keys()]
     if not rows.keys() & earlier.keys():
         raise UsageError(
-            Problem("The baseline has none of the rows that were measured.", "Name one of the same bench.")
+            Problem(
+                "baseline_has_no_row",
+                "The baseline has none of the rows that were measured.",
+                "Name one of the same bench.",
+            )
         )
     on_gpu = "CPU" not in document["device"]
     found = [
-        Problem(f"{name} of {model}: {worse}.", FIX)
+        Problem("regression", f"{name} of {model}: {worse}.", FIX)
         for (name, model), row in rows.items()
         if (name, model) in earlier
         for worse in worse_figures(row, earlier[name, model], on_gpu=on_gpu)

@@ -67,7 +67,7 @@ def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -
                 next(loop, None)  # a signal ends it
             except Rollback as back:
                 message = f"The loop would have rolled back at step {back.state.step} ({back.reason})."
-                raise TrainingFailed(Problem(message, "Measure with settings that train.")) from back
+                raise TrainingFailed(Problem("rolled_back", message, "Measure with settings that train.")) from back
             stop_if_signalled()
 
         yield step

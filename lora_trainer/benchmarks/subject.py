@@ -54,6 +54,7 @@ Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and condit
 Encode = Callable[[int], list[Encoded]]  # reads and encodes the images and captions of a step
 
 TINY_NEEDS_A_FAMILY = Problem(
+    "tiny_not_possible",
     "--tiny makes a public architecture thinner, and this is a run's own model or the built-in base.",
     "Name a family alone: --set model.family=sdxl --tiny",
 )
@@ -132,7 +133,7 @@ def subject_as_asked(
     context = subject.context
     if resolved.config.compile.enabled is True and context.compiled is None:
         reason = why_not(context.denoiser, context.device)
-        raise UsageError(Problem(f"Not compiled: {reason}.", "Measure it where it can be, or without."))
+        raise UsageError(Problem("not_compiled", f"Not compiled: {reason}.", "Measure it where it can be, or without."))
     return subject
 
 

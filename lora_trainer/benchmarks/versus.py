@@ -219,7 +219,11 @@ def quality_of(rows: Sequence[Any]) -> tuple[list[Problem], list[str]]:
         if row.loss_change_low > LOSS_KEPT:
             change = "is not finite" if row.loss_change == inf else f"changes by {row.loss_change:+.1%} ({interval})"
             message = f"{row.name} of {row.model} loses quality: the loss {change}; {LOSS_KEPT:.0%} is allowed."
-            lost.append(Problem(message, "Do without the setting, or look at a whole run's validation loss with it."))
+            lost.append(
+                Problem(
+                    "quality_lost", message, "Do without the setting, or look at a whole run's validation loss with it."
+                )
+            )
         elif row.loss_change_high > LOSS_KEPT:
             notes.append(
                 f"{row.name}: the losses do not show that quality is kept ({interval}): use more --seeds or --steps"

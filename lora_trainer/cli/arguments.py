@@ -81,7 +81,9 @@ class Parser(argparse.ArgumentParser):
         usage = " ".join(self.prog.split()[1:])
         if number := NO_NUMBER.fullmatch(message):
             message = f"{number['flag']} {number['value']} is not a {'whole ' * (number['kind'] == 'int')}number"
-        raise UsageError(Problem(message[0].upper() + message[1:] + ".", f"See: lora-trainer {usage} --help".strip()))
+        raise UsageError(
+            Problem("usage", message[0].upper() + message[1:] + ".", f"See: lora-trainer {usage} --help".strip())
+        )
 
 
 def add_offline_argument(parser: argparse._ActionsContainer) -> None:
@@ -175,12 +177,12 @@ def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
             flag, joined, value = word.partition("=")
             has_value = not joined and bool(following) and not _is_flag(following)
             value = following if has_value else value
-            problems.append(Problem(f"Unknown flag {flag}.", _suggestion(flag, value, flags)))
+            problems.append(Problem("unknown_flag", f"Unknown flag {flag}.", _suggestion(flag, value, flags)))
         else:
-            problems.append(Problem(f"Unexpected argument {word}.", _flag_of(word, flags)))
+            problems.append(Problem("unexpected_argument", f"Unexpected argument {word}.", _flag_of(word, flags)))
     if len(problems) > MANY_FLAGS and "--set" in flags:
         hint = f"{problems[-1].fix} `lora-trainer import` converts a whole config or script of another trainer."
-        problems[-1] = Problem(problems[-1].message, hint)
+        problems[-1] = Problem(problems[-1].code, problems[-1].message, hint)
     return problems
 
 
@@ -256,14 +258,14 @@ def _misnamed(text: str) -> Problem | None:
             kind, why = KINDS[word]
             layers = f", and --set 'lora.target_modules={shown(ALL_WITH_CONVOLUTIONS)}' for convolutions"
             fix = f"Use --set lora.type={kind}{layers if word == 'locon' else ''}{why and f': {why}'}."
-            return Problem(f"--set {text}: {value} is not a kind of adapter here.", fix)
+            return Problem("unknown_adapter_kind", f"--set {text}: {value} is not a kind of adapter here.", fix)
     other = name.replace("-", "_").lower()
     if not equals or name in setting_names() or (homes_of(name) and other not in COMMON_NAMES):
         return None
     named, fix = _of_other_trainers(other)
     if named is not None and (named in setting_names() or named.startswith("--")):
         fix = f"Use {_assigned(named, value, ())}."
-    return Problem(f"--set {text}: {name} is not a setting.", fix) if fix else None
+    return Problem("unknown_setting", f"--set {text}: {name} is not a setting.", fix) if fix else None
 
 
 def _assigned(setting: str, value: str, flags: Sequence[str]) -> str:
@@ -390,7 +392,7 @@ def _other_config(path: str) -> list[Problem]:
     if kind is None:
         return []
     fix = f"Convert it: lora-trainer import {shlex.quote(path)} --output NEW.toml, then use --config NEW.toml."
-    return [Problem(f"--config {path} is a file of another trainer ({kind.name}).", fix)]
+    return [Problem("config_of_other_trainer", f"--config {path} is a file of another trainer ({kind.name}).", fix)]
 
 
 def _without_other_names(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
@@ -401,7 +403,7 @@ def _without_other_names(layer: Layer, problems: list[Problem]) -> dict[str, Any
         if not isinstance(values, Mapping):
             answer = _named_by_others(section)
             if answer:
-                problems.append(Problem(f"{section} (from {layer.name}) is not a setting.", answer))
+                problems.append(Problem("unknown_setting", f"{section} (from {layer.name}) is not a setting.", answer))
             else:
                 kept[section] = values
             continue
@@ -409,7 +411,9 @@ def _without_other_names(layer: Layer, problems: list[Problem]) -> dict[str, Any
         kept[section] = {key: value for key, value in values.items() if not answers[key]}
         for key, answer in answers.items():
             if answer:
-                problems.append(Problem(f"{section}.{key} (from {layer.name}) is not a setting.", answer))
+                problems.append(
+                    Problem("unknown_setting", f"{section}.{key} (from {layer.name}) is not a setting.", answer)
+                )
     return kept
 
 

@@ -99,21 +99,41 @@ def _contradictions(
     arguments: argparse.Namespace, paths: Sequence[Path], is_run: bool, problems: list[Problem]
 ) -> None:
     if arguments.of not in (None, UPDATES, PARAMETERS):
-        problems.append(Problem(f"--of {arguments.of} is not known.", f"One of: {UPDATES}, {PARAMETERS}."))
+        problems.append(
+            Problem("value_unknown", f"--of {arguments.of} is not known.", f"One of: {UPDATES}, {PARAMETERS}.")
+        )
     if is_run and len(paths) > 1:
-        problems.append(Problem("A run is averaged by itself.", "Name one run's folder, or LoRA files alone."))
+        problems.append(
+            Problem(
+                "average_takes_one_run", "A run is averaged by itself.", "Name one run's folder, or LoRA files alone."
+            )
+        )
     elif not is_run and len(paths) < 2:
-        problems.append(Problem("One file has no average.", "Name two or more files, or a run's folder."))
+        problems.append(
+            Problem("average_needs_files", "One file has no average.", "Name two or more files, or a run's folder.")
+        )
     if is_run and arguments.of == UPDATES:
-        problems.append(Problem("A run's checkpoints are averaged by their parameters.", "Remove --of."))
+        problems.append(
+            Problem("average_of_parameters", "A run's checkpoints are averaged by their parameters.", "Remove --of.")
+        )
     if is_run and arguments.weights is not None:
-        problems.append(Problem("--weights is for files.", "Use --decay for a run's checkpoints."))
+        problems.append(Problem("flag_not_for_run", "--weights is for files.", "Use --decay for a run's checkpoints."))
     if not is_run and arguments.steps is not None:
-        problems.append(Problem("--steps is for a run's folder.", "Name the files, without --steps."))
+        problems.append(
+            Problem("flag_not_for_files", "--steps is for a run's folder.", "Name the files, without --steps.")
+        )
     if arguments.weights is not None and arguments.decay is not None:
-        problems.append(Problem("--weights and --decay exclude each other.", "Remove one of them."))
+        problems.append(
+            Problem("flags_exclude_each_other", "--weights and --decay exclude each other.", "Remove one of them.")
+        )
     if arguments.rank is not None and (is_run or arguments.of == PARAMETERS):
-        problems.append(Problem("--rank does not apply: an average of parameters keeps the rank.", "Remove --rank."))
+        problems.append(
+            Problem(
+                "flag_has_no_effect",
+                "--rank does not apply: an average of parameters keeps the rank.",
+                "Remove --rank.",
+            )
+        )
 
 
 def _weights(texts: list[str] | None, decay: float | None, count: int, problems: list[Problem]) -> list[float]:
@@ -124,7 +144,9 @@ def _weights(texts: list[str] | None, decay: float | None, count: int, problems:
         return ema_weights(count, decay)
     found = weights_of(texts, count, problems)
     if not problems and sum(found) <= 0:
-        problems.append(Problem(f"--weights sum to {sum(found):g}.", "Give weights with a sum above 0."))
+        problems.append(
+            Problem("weights_sum_to_zero", f"--weights sum to {sum(found):g}.", "Give weights with a sum above 0.")
+        )
     return [weight / sum(found) for weight in found] if sum(found) > 0 else found
 
 

@@ -33,8 +33,11 @@ A folder's own lora.toml overrides everything for that folder, flags too.
 ACTIONS = ("work", "status", "cancel", "retry")
 NAMES = ("cancel", "retry")  # take names of jobs
 NOT_HERE = {
-    "data.sources": Problem("--data is not for a batch.", "The folders under ROOT are the datasets."),
+    "data.sources": Problem(
+        "flag_not_for_command", "--data is not for a batch.", "The folders under ROOT are the datasets."
+    ),
     "run.name": Problem(
+        "flag_not_for_command",
         "--name is not for a batch.",
         "Runs are named after their folders, by [run] name in lora.toml, or after their config files.",
     ),
@@ -111,20 +114,48 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     problems = list(unknown)
     values = vars(arguments)
     if arguments.folder is not None:
-        problems.append(Problem(f"Unknown action {arguments.root}.", nearest(arguments.root, ACTIONS)))
+        problems.append(
+            Problem("unknown_action", f"Unknown action {arguments.root}.", nearest(arguments.root, ACTIONS))
+        )
     refused = NOT_HERE.keys() - ({"data.sources"} if arguments.configs else set())  # several configs of one dataset
     problems.extend(problem for name, problem in NOT_HERE.items() if name in refused and values[name])
     if arguments.root is not None and arguments.configs:
-        problems.append(Problem(f"batch takes ROOT ({arguments.root}) or --configs, not both.", "Remove one."))
+        problems.append(
+            Problem(
+                "flags_exclude_each_other",
+                f"batch takes ROOT ({arguments.root}) or --configs, not both.",
+                "Remove one.",
+            )
+        )
     if arguments.root is None and not arguments.configs:
-        problems.append(Problem("batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"))
+        problems.append(
+            Problem(
+                "argument_missing", "batch needs ROOT.", "For example: lora-trainer batch ./customers --preset 12gb"
+            )
+        )
     chosen = [tuple(option.split("=", 1)) for option in arguments.executor_option]
     if wrong := [option for option, pair in zip(arguments.executor_option, chosen, strict=True) if len(pair) < 2]:
-        problems.append(Problem(f"--executor-option {wrong[0]} is not KEY=VALUE.", "For example: partition=gpu"))
+        problems.append(
+            Problem(
+                "executor_option_invalid",
+                f"--executor-option {wrong[0]} is not KEY=VALUE.",
+                "For example: partition=gpu",
+            )
+        )
     if arguments.job is not None:
-        problems.append(Problem("--job is for batch work.", "For example: lora-trainer batch work night --job ash"))
+        problems.append(
+            Problem(
+                "flag_not_for_command",
+                "--job is for batch work.",
+                "For example: lora-trainer batch work night --job ash",
+            )
+        )
     if arguments.json:
-        problems.append(Problem("--json is for batch status.", "A batch writes batch.json into its --output."))
+        problems.append(
+            Problem(
+                "flag_not_for_command", "--json is for batch status.", "A batch writes batch.json into its --output."
+            )
+        )
     presets, user = layers_from(arguments, problems)
     resolved = settled(presets, user, problems)
     if explained(arguments, resolved):
@@ -154,21 +185,35 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     problems = list(unknown)
     if arguments.folder is None:
         example = f"lora-trainer batch {arguments.root} night"
-        problems.append(Problem(f"batch {arguments.root} needs the --output of a batch.", f"For example: {example}"))
+        problems.append(
+            Problem(
+                "output_missing", f"batch {arguments.root} needs the --output of a batch.", f"For example: {example}"
+            )
+        )
     usual = {"jobs": 1, "together": 1, "retries": 0, "executor": "local", "executor_option": [], "configs": []}
     flags = {**usual, "resume": False, "dry_run": False, "explain": False}
     wrong = [name for name, value in flags.items() if vars(arguments)[name] != value]
     wrong += ["json"] if arguments.json and arguments.root != "status" else []
     for name in wrong:
         message = f"--{name.replace('_', '-')} is not for batch {arguments.root}."
-        problems.append(Problem(message, "Leave it out: the batch was started with what it uses."))
+        problems.append(
+            Problem("flag_not_for_command", message, "Leave it out: the batch was started with what it uses.")
+        )
     if any(layers_from(arguments, problems)):
-        problems.append(Problem(f"batch {arguments.root} takes no settings.", "They are those of the batch."))
+        problems.append(
+            Problem("settings_not_taken", f"batch {arguments.root} takes no settings.", "They are those of the batch.")
+        )
     if arguments.names and arguments.root not in NAMES:
         message = f"batch {arguments.root} takes no names of jobs: {' '.join(arguments.names)}."
-        problems.append(Problem(message, f"They are for batch {' and batch '.join(NAMES)}."))
+        problems.append(Problem("names_not_taken", message, f"They are for batch {' and batch '.join(NAMES)}."))
     if arguments.job is not None and arguments.root != "work":
-        problems.append(Problem("--job is for batch work.", "cancel and retry take names: batch cancel night ash"))
+        problems.append(
+            Problem(
+                "flag_not_for_command",
+                "--job is for batch work.",
+                "cancel and retry take names: batch cancel night ash",
+            )
+        )
     if problems:
         raise UsageError(problems)
     if arguments.root == "status":

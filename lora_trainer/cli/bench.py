@@ -28,7 +28,7 @@ EXAMPLES = (
     "  lora-trainer bench step --save before.json\n"
     "  lora-trainer bench step --baseline before.json\n"
     "  lora-trainer bench step --compare compile.enabled=true\n"
-    "  lora-trainer bench step --compare preset=speed --compare preset=balanced --compare preset=quality\n"
+    "  lora-trainer bench step --compare preset=speed --compare preset=quality\n"
     "  lora-trainer bench step --preset 12gb --export-preset best.toml\n"
 )
 OF_RUNS = ("--output", "--name", "--max-steps", "--max-hours", "--resume", "--dry-run", "--profile")

@@ -40,18 +40,38 @@ def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
         known = "; ".join(f"{name}: {measure.summary}" for name, measure in MEASURES.items())
         near = "" if what is None else nearest(what, MEASURES)
         message = "bench needs the name of a measurement." if what is None else f"There is no bench {what}."
-        return [Problem(message, near if near.startswith("Did") else f"{known}.")]
+        return [Problem("unknown_bench", message, near if near.startswith("Did") else f"{known}.")]
     found = []
     if arguments.steps is not None and arguments.steps < 2:
-        found.append(Problem(f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."))
+        found.append(
+            Problem(
+                "steps_out_of_range", f"--steps {arguments.steps} is too few.", "At least 2 are needed for a median."
+            )
+        )
     for name, flag in FLAGS.items():
         if values[name] not in (None, [], False) and name not in MEASURES[what].takes:
             fitting = [each for each, measure in MEASURES.items() if name in measure.takes]
-            found.append(Problem(f"bench {what} has no {flag}.", f"It is for bench {', '.join(fitting)}."))
+            found.append(
+                Problem(
+                    "flag_not_for_command", f"bench {what} has no {flag}.", f"It is for bench {', '.join(fitting)}."
+                )
+            )
     if arguments.minutes is not None and not 0 < arguments.minutes < float("inf"):
-        found.append(Problem(f"--minutes {arguments.minutes:g} is not a time.", "Use more than 0, such as 25."))
+        found.append(
+            Problem(
+                "minutes_out_of_range",
+                f"--minutes {arguments.minutes:g} is not a time.",
+                "Use more than 0, such as 25.",
+            )
+        )
     if arguments.seeds is not None and not 1 <= arguments.seeds <= MOST_VALUES:
-        found.append(Problem(f"--seeds {arguments.seeds} is none of 1 to {MOST_VALUES}.", "1 compares no quality."))
+        found.append(
+            Problem(
+                "seeds_out_of_range",
+                f"--seeds {arguments.seeds} is none of 1 to {MOST_VALUES}.",
+                "1 compares no quality.",
+            )
+        )
     for name, flag in WRITTEN.items():
         if values[name] is not None:
             found += cannot_be_written(values[name], flag)
@@ -67,11 +87,23 @@ def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
 def cannot_be_written(path: Path, flag: str) -> list[Problem]:
     """Why a file cannot be written, checked before the measurement."""
     if not path.parent.is_dir():
-        return [Problem(f"{flag} {path}: there is no folder {path.parent}.", "Create it, or name another file.")]
+        return [
+            Problem(
+                "folder_missing",
+                f"{flag} {path}: there is no folder {path.parent}.",
+                "Create it, or name another file.",
+            )
+        ]
     if path.is_dir():
-        return [Problem(f"{flag} {path} is a folder.", "Name a file in it.")]
+        return [Problem("path_is_folder", f"{flag} {path} is a folder.", "Name a file in it.")]
     if not os.access(path.parent, os.W_OK):
-        return [Problem(f"{flag} {path}: the folder {path.parent} cannot be written to.", "Name another file.")]
+        return [
+            Problem(
+                "folder_not_writable",
+                f"{flag} {path}: the folder {path.parent} cannot be written to.",
+                "Name another file.",
+            )
+        ]
     return []
 
 
@@ -83,7 +115,9 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapp
             name = text.removeprefix("preset=")
             goals = [each.name for each in presets().values() if each.kind == GOALS]
             if name not in goals:
-                problems.append(Problem(f"--compare {text} is no training preset.", nearest(name, goals)))
+                problems.append(
+                    Problem("unknown_preset", f"--compare {text} is no training preset.", nearest(name, goals))
+                )
                 continue
             sections = presets()[name].values.items()
             found[text] = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
@@ -95,9 +129,15 @@ def settings_of(texts: Sequence[str], problems: list[Problem]) -> dict[str, Mapp
         section, key, value = parsed
         if f"{section}.{key}" in INCOMPARABLE:
             message = f"--compare {text}: {section}.{key} changes what is trained, so that times and losses cannot be compared."
-            problems.append(Problem(message, "To compare only the time, measure twice, each with its own --set."))
+            problems.append(
+                Problem(
+                    "setting_not_comparable",
+                    message,
+                    "To compare only the time, measure twice, each with its own --set.",
+                )
+            )
         valid_settings(Layer(f"--compare {text}", {section: {key: value}}), problems)
         if (section, key) == ("hardware", "attention_backend") and (missing := lacking(str(value))) is not None:
-            problems.append(Problem(f"--compare {missing.message}", missing.fix))
+            problems.append(Problem(missing.code, f"--compare {missing.message}", missing.fix))
         found[text] = {f"{section}.{key}": value}
     return found

@@ -36,7 +36,9 @@ def status_command(folder: Path | None, as_json: bool = False) -> int:
 def named(folder: Path | None) -> Path:
     """The folder, else the user's, which need not exist yet. Raises UsageError if `folder` does not exist."""
     if folder is not None and not folder.is_dir():
-        raise UsageError(Problem(f"There is no folder {folder}.", "Without it, your own cache is used."))
+        raise UsageError(
+            Problem("folder_missing", f"There is no folder {folder}.", "Without it, your own cache is used.")
+        )
     return folder or user_cache_folder()
 
 
@@ -45,7 +47,13 @@ def prune_command(folder: Path | None, limit_gb: float | None = None, *, verify:
     from lora_trainer.data.caches.upkeep import DEFAULT_LIMIT, cache_clean
 
     if limit_gb is not None and limit_gb < 0:
-        raise UsageError(Problem(f"--limit-gb {limit_gb:g} is negative.", "0 removes everything, 50 is the default."))
+        raise UsageError(
+            Problem(
+                "limit_out_of_range",
+                f"--limit-gb {limit_gb:g} is negative.",
+                "0 removes everything, 50 is the default.",
+            )
+        )
     limit = DEFAULT_LIMIT if limit_gb is None else int(limit_gb * 10**9)
     lines = cache_clean(named(folder), limit, verify=verify).lines
     if folder is None and (pruned := prune_compilations())[0]:

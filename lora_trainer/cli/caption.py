@@ -46,12 +46,18 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     problems = list(unknown)
     if bool(arguments.output) == arguments.in_place:
         fix = "--output DIR writes into another folder, --in-place beside the images."
-        problems.append(Problem("Choose where to write captions: --output or --in-place.", fix))
+        problems.append(Problem("output_missing", "Choose where to write captions: --output or --in-place.", fix))
     for flag, count in (("--batch-size", arguments.batch_size), ("--max-tokens", arguments.max_tokens)):
         if count < 1:
-            problems.append(Problem(f"{flag} {count} is out of range.", "It is at least 1."))
+            problems.append(Problem("count_out_of_range", f"{flag} {count} is out of range.", "It is at least 1."))
     if not 0.0 < arguments.threshold < 1.0:
-        problems.append(Problem(f"--threshold {arguments.threshold:g} is out of range.", "It lies between 0 and 1."))
+        problems.append(
+            Problem(
+                "threshold_out_of_range",
+                f"--threshold {arguments.threshold:g} is out of range.",
+                "It lies between 0 and 1.",
+            )
+        )
     if problems:
         raise UsageError(problems)
     import torch

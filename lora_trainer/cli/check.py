@@ -90,7 +90,13 @@ def target_problems(config: Config, page: Path | None, fix: Path | None, *, deco
     sources = [place for source in data_sources(config) for place in named_places(source)]
     problems = []
     if fix is not None and not decode:
-        problems.append(Problem("--clean-copy needs the images, and --quick opens none.", "Remove one of them."))
+        problems.append(
+            Problem(
+                "flags_exclude_each_other",
+                "--clean-copy needs the images, and --quick opens none.",
+                "Remove one of them.",
+            )
+        )
     if fix is not None:
         problems += place_problems(fix, sources)
     if page is not None:
@@ -134,7 +140,7 @@ def _write_page(
         write_dataset(report, samples, steps, validation, page)
     except OSError as error:
         message = f"{page} cannot be written ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Name another file with --html.")) from error
+        raise UsageError(Problem("page_not_writable", message, "Name another file with --html.")) from error
     print(printable_lines(f"page: {page}"), file=sys.stderr)
 
 

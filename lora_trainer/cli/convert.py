@@ -64,20 +64,22 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     """Write OUT and describe it. Raises UsageError with all problems before anything is written."""
     source, problems = Path(arguments.lora), list(unknown)
     if arguments.target is not None and arguments.output is not None:
-        problems.append(Problem("OUT is named twice.", f"Remove {arguments.target}, or --output."))
+        problems.append(Problem("output_twice", "OUT is named twice.", f"Remove {arguments.target}, or --output."))
     arguments.output = arguments.output or arguments.target
     if arguments.to is None:
-        problems.append(Problem("--to is missing.", f"One of: {', '.join(TARGETS)}."))
+        problems.append(Problem("flag_missing", "--to is missing.", f"One of: {', '.join(TARGETS)}."))
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
     if arguments.to == COMFYUI and (kind := _other_than_dora(source)):
         message = f"{source.name} is {kind}, without magnitudes of outputs that ComfyUI computes differently."
-        problems.append(Problem(message, "Use --to kohya, which ComfyUI reads."))
+        problems.append(Problem("no_magnitudes", message, "Use --to kohya, which ComfyUI reads."))
     elif (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
-        problems.append(Problem(f"--to {arguments.to} needs --{needed[0]}.", needed[1]))
+        problems.append(Problem("flag_missing", f"--to {arguments.to} needs --{needed[0]}.", needed[1]))
     for name, (targets, why) in TAKEN.items():
         if getattr(arguments, name) is not None and arguments.to in TARGETS and arguments.to not in targets:
             listed = " and ".join(filter(None, [", ".join(targets[:-1]), targets[-1]]))
-            problems.append(Problem(f"--{name} is for --to {listed}: {why}.", f"Remove --{name}."))
+            problems.append(
+                Problem("flag_not_for_command", f"--{name} is for --to {listed}: {why}.", f"Remove --{name}.")
+            )
     base = None if arguments.model is None else Path(arguments.model)
     target = target_of(arguments, [source] if base is None else [source, base], problems, TARGETS)
     if problems:

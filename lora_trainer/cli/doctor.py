@@ -35,7 +35,10 @@ def doctor_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     if folder is not None and folder.is_file():  # a run may be named by one of its files
         folder = folder.parent
     if folder is not None and not folder.is_dir():
-        unknown = [*unknown, Problem(f"There is no folder {folder}.", "Name the folder of a run, such as runs/cat.")]
+        unknown = [
+            *unknown,
+            Problem("folder_missing", f"There is no folder {folder}.", "Name the folder of a run, such as runs/cat."),
+        ]
     if unknown:
         raise UsageError(unknown)
     from lora_trainer.doctor.examine import diagnose, read_facts

@@ -32,20 +32,22 @@ def report_error(error: Exception, *, debug: bool) -> int:
         return error.exit_code
     if is_out_of_memory(error):
         fix = f"Set train.max_micro_batch_size or data.resolution lower, memory.gradient_checkpointing=true or cache.batch_size=1. {TO_RESUME}"
-        _print_problems([Problem(f"Out of memory: {first_line(error)}.", fix)])
+        _print_problems([Problem("out_of_memory", f"Out of memory: {first_line(error)}.", fix)])
         return TRAINING_FAILED
     if isinstance(error, RuntimeError) and "home directory" in str(error).lower():  # of pathlib, for a path with ~
         fix = "Set the variable HOME, or write paths without ~ (`ui`: --root)."
-        _print_problems([Problem("This user has no home folder, which ~ in a path means.", fix)])
+        _print_problems([Problem("no_home_folder", "This user has no home folder, which ~ in a path means.", fix)])
         return WRONG_USAGE
     if isinstance(error, RemoteError):
-        _print_problems([Problem(f"The data cannot be read: {error.strerror}.", fix_of(error))])
+        _print_problems([Problem("data_unreadable", f"The data cannot be read: {error.strerror}.", fix_of(error))])
         return WRONG_USAGE
     if isinstance(error, OSError) and refusal(error) in FULL:
-        _print_problems([Problem("The disk is full.", f"Free some space. {TO_RESUME}")])
+        _print_problems([Problem("disk_full", "The disk is full.", f"Free some space. {TO_RESUME}")])
         return TRAINING_FAILED
     if isinstance(error, OSError) and error.filename is not None:
-        _print_problems([Problem(f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")])
+        _print_problems(
+            [Problem("file_unreadable", f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")]
+        )
         return WRONG_USAGE
     again = "" if debug else " Run it again with --debug and report the traceback."
     text = printable_lines(f"{type(error).__name__}: {error}")

@@ -54,7 +54,7 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
     if arguments.rank is None:
-        problems.append(Problem("--rank is missing.", "For example --rank 32."))
+        problems.append(Problem("flag_missing", "--rank is missing.", "For example --rank 32."))
     share = number(arguments, "frobenius", float, lambda value: 0.0 < value <= 1.0, problems)
     clamp = number(arguments, "clamp-quantile", float, lambda value: 0.0 < value <= 1.0, problems)
     kind = arguments.type
@@ -63,7 +63,9 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     assert target.dtype is not None
     how = Extraction(rank or 1, share, clamp, kind, target.dtype)
     if kind not in ADAPTERS:
-        problems.append(Problem(f"--type {kind} is not known.", f"One of: {', '.join(ADAPTERS)}."))
+        problems.append(
+            Problem("unknown_adapter_kind", f"--type {kind} is not known.", f"One of: {', '.join(ADAPTERS)}.")
+        )
     problems += extraction_problems(how)
     if problems:
         raise UsageError(problems)

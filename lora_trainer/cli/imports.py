@@ -57,7 +57,7 @@ def import_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
 
     output = Path(arguments.output) if arguments.output else None
     if output is not None and output.exists():
-        raise UsageError(Problem(f"{output} exists already.", "Name a new file with --output."))
+        raise UsageError(Problem("output_exists", f"{output} exists already.", "Name a new file with --output."))
     imported = import_file(Path(arguments.file))
     text = as_toml(imported)
     if output is not None:

@@ -91,7 +91,7 @@ def document(found: Inspected) -> dict[str, Any]:
         "hashes": {name: {"recorded": recorded, "found": real} for name, (recorded, real) in found.hashes.items()},
         "clients": [{"name": each.name, "reads": each.reads, "why": each.why} for each in clients(found)],
         "findings": [
-            {"severity": severity, "message": problem.message, "fix": problem.fix}
+            {"severity": severity, **vars(problem)}
             for severity, problems in (("error", found.errors), ("warning", found.warnings))
             for problem in problems
         ],

@@ -80,7 +80,11 @@ def number(
             return value
     except ValueError:
         pass
-    problems.append(Problem(f"--{flag} is {text}; it must be {words.get(flag, 'a number over 0 and at most 1')}."))
+    problems.append(
+        Problem(
+            "value_out_of_range", f"--{flag} is {text}; it must be {words.get(flag, 'a number over 0 and at most 1')}."
+        )
+    )
     return None
 
 
@@ -111,7 +115,7 @@ def target_of(
     for flag, known in (("to", forms), ("dtype", DTYPES), ("family", FAMILIES)):
         value = getattr(arguments, flag, None)
         if value is not None and value not in known:
-            problems.append(Problem(f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
+            problems.append(Problem("value_unknown", f"--{flag} {value} is not known.", f"One of: {', '.join(known)}."))
     path = output_of(arguments, problems)
     if arguments.output is not None:
         problems += output_problems(path, inputs, overwrite=arguments.overwrite)
@@ -123,7 +127,7 @@ def target_of(
 def output_of(arguments: argparse.Namespace, problems: list[Problem]) -> Path:
     """The path of `--output`. Adds a problem where it is missing."""
     if arguments.output is None:
-        problems.append(Problem("--output is missing.", "For example --output out.safetensors."))
+        problems.append(Problem("output_missing", "--output is missing.", "For example --output out.safetensors."))
     return Path(arguments.output or "")
 
 
@@ -132,9 +136,17 @@ def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> l
     from lora_trainer.export.lora_file import learned_tokens_beside
 
     if path.suffix != ".safetensors" or path.is_dir():
-        return [Problem(f"{path} does not name a .safetensors file.", "Programs need this ending.")]
+        return [
+            Problem("not_safetensors_name", f"{path} does not name a .safetensors file.", "Programs need this ending.")
+        ]
     if path.exists() and any(each.exists() and path.samefile(each) for each in inputs):
-        return [Problem(f"{path} is an input of this command, which is never overwritten.", "Name another file.")]
+        return [
+            Problem(
+                "output_is_input",
+                f"{path} is an input of this command, which is never overwritten.",
+                "Name another file.",
+            )
+        ]
     if problems := inside_problems(path, inputs):
         return problems
     tokens = list(path.parent.glob(f"{glob.escape(path.stem)}.embedding-*.safetensors"))
@@ -143,9 +155,9 @@ def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> l
             message = (
                 f"{shared[0]} is a learned token of {each.name}, an input of this command, and would be one of OUT."
             )
-            return [Problem(message, "Name another file.")]
+            return [Problem("output_is_input", message, "Name another file.")]
     if not overwrite and (path.exists() or tokens):
-        return [Problem(f"{path} exists already.", "Name another file, or add --overwrite.")]
+        return [Problem("output_exists", f"{path} exists already.", "Name another file, or add --overwrite.")]
     return []
 
 
@@ -155,7 +167,7 @@ def inside_problems(path: Path, inputs: Sequence[Path]) -> list[Problem]:
     for folder in filter(Path.is_dir, inputs):
         if any(parent.samefile(folder) for parent in parents):
             message = f"{path} lies inside {folder}, an input of this command, which is never changed."
-            return [Problem(message, "Name a place outside this folder.")]
+            return [Problem("output_inside_input", message, "Name a place outside this folder.")]
     return []
 
 
@@ -165,7 +177,7 @@ def run_write(target: Path, write: Callable[[], T]) -> T:
         return write()
     except OSError as error:
         message = f"{target} was not written: {error.strerror or error}."
-        raise UsageError(Problem(message, "Nothing was kept.")) from error
+        raise UsageError(Problem("output_not_written", message, "Nothing was kept.")) from error
 
 
 def print_result(

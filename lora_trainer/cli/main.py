@@ -138,7 +138,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
         if name in ("-h", "--help", "--version"):
             return partial(_parse_to_exit, overview, arguments)
         kind = "flag" if name.startswith("-") else "command"
-        raise UsageError(Problem(f"Unknown {kind} {name}.", nearest(name, COMMANDS)))
+        raise UsageError(Problem("unknown_command", f"Unknown {kind} {name}.", nearest(name, COMMANDS)))
     parser = Parser(
         prog=f"lora-trainer {name}",
         description=command.summary,
@@ -240,7 +240,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = resolved_from(arguments, unknown)
     for name, action in (("limit_gb", "prune"), ("verify", "prune"), ("json", "status")):
         if vars(arguments)[name] not in (None, False) and arguments.action != action:
-            problem = Problem(f"--{name.replace('_', '-')} is for cache {action}.", "Leave it out.")
+            problem = Problem(
+                "flag_not_for_command", f"--{name.replace('_', '-')} is for cache {action}.", "Leave it out."
+            )
             raise UsageError(problem)
     folder = arguments.folder or (Path(resolved.config.cache.dir) if resolved.config.cache.dir else None)
     if arguments.action is None:
@@ -256,7 +258,9 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         return status_command(folder, arguments.json)
     if arguments.action == "prune":
         return prune_command(folder, arguments.limit_gb, verify=arguments.verify)
-    raise UsageError(Problem(f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "prune"])))
+    raise UsageError(
+        Problem("unknown_action", f"Unknown action {arguments.action}.", nearest(arguments.action, ["status", "prune"]))
+    )
 
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,13 +78,19 @@ def weights_of(texts: list[str] | None, count: int, problems: list[Problem]) -> 
         try:
             found.append(float(text))
         except ValueError:
-            problems.append(Problem(f"--weights {text} is no number.", "For example --weights 1 0.6."))
+            problems.append(
+                Problem("weight_not_a_number", f"--weights {text} is no number.", "For example --weights 1 0.6.")
+            )
     if len(texts) != count:
         message = f"--weights has {counted(len(texts), 'weight')} for {counted(count, 'file')}."
-        problems.append(Problem(message, "Give one for each file, in their order."))
+        problems.append(Problem("weights_do_not_match", message, "Give one for each file, in their order."))
     elif len(found) == count and (not all(map(math.isfinite, found)) or not any(found)):
         problems.append(
-            Problem(f"--weights {' '.join(texts)} merge nothing.", "Give finite weights that are not all 0.")
+            Problem(
+                "weights_are_zero",
+                f"--weights {' '.join(texts)} merge nothing.",
+                "Give finite weights that are not all 0.",
+            )
         )
     return found
 
@@ -143,20 +149,32 @@ def _into(
 
     base, target = Path(arguments.into), output_of(arguments, problems)
     problems += [
-        Problem(f"--{flag} does not apply with --into: OUT is as the base model is.", f"Remove --{flag}.")
+        Problem(
+            "flag_has_no_effect",
+            f"--{flag} does not apply with --into: OUT is as the base model is.",
+            f"Remove --{flag}.",
+        )
         for flag in ("to", "dtype", "family")
         if getattr(arguments, flag) is not None
     ]
     if has_rank:
         problems.append(
-            Problem("Ranks do not apply with --into: a base model has none.", "Remove --rank and the like.")
+            Problem(
+                "flag_has_no_effect",
+                "Ranks do not apply with --into: a base model has none.",
+                "Remove --rank and the like.",
+            )
         )
     if arguments.output is None:
         pass
     elif not base.is_dir():
         problems += output_problems(target, [base, *paths], overwrite=arguments.overwrite)
     elif target.exists():
-        problems.append(Problem(f"{target} exists already, and a folder is never overwritten.", "Name another folder."))
+        problems.append(
+            Problem(
+                "output_exists", f"{target} exists already, and a folder is never overwritten.", "Name another folder."
+            )
+        )
     else:
         problems += inside_problems(target, [base])
     inputs = read_all(paths, problems, arguments.family, any_kind=True)

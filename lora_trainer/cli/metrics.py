@@ -28,11 +28,18 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
 def metrics_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Serve until a signal comes. Raises UsageError."""
     missing = [root for root in arguments.roots if not root.is_dir()]
-    problems = [*unknown, *(Problem(f"{root} is not a folder.", "Name a folder of runs.") for root in missing)]
+    problems = [
+        *unknown,
+        *(Problem("folder_missing", f"{root} is not a folder.", "Name a folder of runs.") for root in missing),
+    ]
     if not 0 <= arguments.port <= 65535:
-        problems.append(Problem(f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}."))
+        problems.append(
+            Problem("port_out_of_range", f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}.")
+        )
     if (reason := why_unusable("prometheus_client")) is not None:
-        problems.append(Problem(f"prometheus-client {reason}.", "pip install 'lora-trainer[metrics]'"))
+        problems.append(
+            Problem("library_missing", f"prometheus-client {reason}.", "pip install 'lora-trainer[metrics]'")
+        )
     if problems:
         raise UsageError(problems)
     from lora_trainer.report.prometheus import find_runs, serve_metrics
@@ -41,7 +48,7 @@ def metrics_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         server = serve_metrics(arguments.roots, arguments.host, arguments.port)
     except OSError as error:
         message = f"{arguments.host}:{arguments.port} cannot be used ({error.strerror or error})."
-        raise UsageError(Problem(message, "Use another --port or --host.")) from error
+        raise UsageError(Problem("address_unusable", message, "Use another --port or --host.")) from error
     address = f"http://{arguments.host}:{server.server_port}/metrics"
     say(f"{address}: {counted(len(find_runs(arguments.roots)), 'run')} now; Ctrl+C ends it")
     threading.Event().wait()  # a signal raises

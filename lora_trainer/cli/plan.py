@@ -43,9 +43,15 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         message = (
             "--all writes a Markdown page of every VRAM preset, training preset and family, and uses no other flag."
         )
-        problems.append(Problem(message, "Remove the other flags, or remove --all to plan one run."))
+        problems.append(
+            Problem("flags_exclude_each_other", message, "Remove the other flags, or remove --all to plan one run.")
+        )
     if arguments.together < 1:
-        problems.append(Problem(f"--together is {arguments.together}, must be at least 1.", "1 plans one run."))
+        problems.append(
+            Problem(
+                "together_out_of_range", f"--together is {arguments.together}, must be at least 1.", "1 plans one run."
+            )
+        )
     presets, user = layers_from(arguments, problems)
     model = settle(presets, user, problems).config.model
     if arguments.all:

@@ -29,9 +29,17 @@ _KINDS = {
 def presets_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """List the presets, or show what some of them set. Raises UsageError."""
     if arguments.action not in (None, "show"):
-        unknown.append(Problem(f"Unknown argument {arguments.action}.", f"Use: presets show {arguments.action}"))
+        unknown.append(
+            Problem(
+                "unexpected_argument", f"Unknown argument {arguments.action}.", f"Use: presets show {arguments.action}"
+            )
+        )
     elif arguments.action == "show" and not arguments.names:
-        unknown.append(Problem("presets show needs a name.", "For example: lora-trainer presets show 12gb quality"))
+        unknown.append(
+            Problem(
+                "argument_missing", "presets show needs a name.", "For example: lora-trainer presets show 12gb quality"
+            )
+        )
     if unknown:
         raise UsageError(unknown)
     return show_presets(arguments.names) if arguments.action else list_presets()
@@ -73,7 +81,7 @@ def _with_families(problem: Problem, requested: Sequence[str]) -> Problem:
     """An unknown name may be a misspelt family, which can be shown but not chosen."""
     for name in requested:
         if problem.message == f"There is no preset named {name.strip()}.":
-            return Problem(problem.message, nearest(name.strip(), [*presets(), AUTO]))
+            return Problem(problem.code, problem.message, nearest(name.strip(), [*presets(), AUTO]))
     return problem
 
 

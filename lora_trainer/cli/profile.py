@@ -32,7 +32,11 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 def profile_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Print it. Raises UsageError for a folder without a run."""
     if arguments.operators < 0:
-        unknown.append(Problem(f"--operators {arguments.operators} is negative.", "Name a number, such as 20."))
+        unknown.append(
+            Problem(
+                "count_out_of_range", f"--operators {arguments.operators} is negative.", "Name a number, such as 20."
+            )
+        )
     if unknown:
         raise UsageError(unknown)
     from lora_trainer.report.profiled import read_times

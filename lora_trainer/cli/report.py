@@ -32,10 +32,12 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
     for folder in folders:
         if not (folder / RECORD).is_file():
             fix = "Name folders of runs, such as runs/cat, or a folder that holds runs."
-            problems.append(Problem(f"{folder} is not a run: it has no {RECORD}.", fix))
+            problems.append(Problem("not_a_run", f"{folder} is not a run: it has no {RECORD}.", fix))
         elif not mapping((read_record(folder) or {}).get("config")):  # a page of it would say nothing of the run
             fix = f"Copy {RECORD} back from a backup. The report that is there is left as it is."
-            problems.append(Problem(f"{folder / RECORD} is damaged: the run's settings cannot be read from it.", fix))
+            problems.append(
+                Problem("run_damaged", f"{folder / RECORD} is damaged: the run's settings cannot be read from it.", fix)
+            )
     if problems:
         raise UsageError(problems)
     if len(folders) == 1:

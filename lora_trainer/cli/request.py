@@ -38,7 +38,9 @@ def request_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
     problems = list(unknown)
     if arguments.do not in KINDS:
-        problems.append(Problem(f"There is no request {arguments.do}.", nearest(arguments.do, KINDS)))
+        problems.append(
+            Problem("unknown_request", f"There is no request {arguments.do}.", nearest(arguments.do, KINDS))
+        )
     if problems:
         raise UsageError(problems)
     answer = send_request(arguments.run, arguments.do, arguments.prompt)

@@ -44,7 +44,9 @@ def resize_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     wrong = len(problems)
     keep = keep_of(arguments, problems)
     if keep is None and len(problems) == wrong:
-        problems.append(Problem("resize needs a limit.", "Add --rank, --energy, --frobenius or --ratio."))
+        problems.append(
+            Problem("limit_missing", "resize needs a limit.", "Add --rank, --energy, --frobenius or --ratio.")
+        )
     target = target_of(arguments, [path], problems)
     (source,) = read_all([path], problems, arguments.family)
     assert keep is not None

@@ -84,7 +84,7 @@ def sample_command(
     path = Path(lora)
     prompts = list(prompts) or list(config.sample.prompts)
     if not prompts:
-        raise UsageError(Problem("There is no prompt.", 'For example: --prompt "a photo of my cat".'))
+        raise UsageError(Problem("prompt_missing", "There is no prompt.", 'For example: --prompt "a photo of my cat".'))
     metadata = _readable(path)
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, metadata)
@@ -93,7 +93,13 @@ def sample_command(
     )
     if not trigger_words and any(TRIGGER in prompt for prompt in prompts):
         message = f"A prompt has {TRIGGER}, but neither captions.trigger_word nor the header of {path.name} names a trigger word."
-        raise UsageError(Problem(message, "Write the trigger word itself, or add --set captions.trigger_word=WORD."))
+        raise UsageError(
+            Problem(
+                "trigger_word_missing",
+                message,
+                "Write the trigger word itself, or add --set captions.trigger_word=WORD.",
+            )
+        )
     family, facts = read_model(config)
     chosen = size or (facts.resolution, facts.resolution)
 
@@ -115,7 +121,9 @@ def sample_command(
 def _refuse_many(rows: Sequence[ImageRequest], drawing: Drawing) -> None:
     count = len(rows) * (1 + len(drawing.strengths))
     if count > MOST_IMAGES:
-        raise UsageError(Problem(f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once."))
+        raise UsageError(
+            Problem("too_many_images", f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once.")
+        )
 
 
 def draw_again(lora: Path, config: Config, found: dict[str, Any], output: GridFolder) -> int:
@@ -127,7 +135,11 @@ def draw_again(lora: Path, config: Config, found: dict[str, Any], output: GridFo
     _readable(lora)
     if sha256_file(lora) != found["lora_sha256"]:
         message = f"{lora.name} is not the recipe's {found.get('lora', 'LoRA')}: its SHA-256 differs."
-        raise UsageError(Problem(message, f"Name the file whose SHA-256 begins with {found['lora_sha256'][:12]}."))
+        raise UsageError(
+            Problem(
+                "recipe_of_other_lora", message, f"Name the file whose SHA-256 begins with {found['lora_sha256'][:12]}."
+            )
+        )
     text, rows, drawing = text_of_recipe(found), rows_of(found), drawing_of_recipe(found)
     _refuse_many(rows, drawing)
     refuse_size(drawing.size, read_model(config)[1].pixel_step)
@@ -145,7 +157,11 @@ def _readable(path: Path) -> dict[str, str]:
     weights = read_adapter(path)
     if weights.not_finite():
         raise UsageError(
-            Problem(f"{path.name} contains NaN or infinity.", "Train it again with a lower learning rate.")
+            Problem(
+                "lora_not_finite",
+                f"{path.name} contains NaN or infinity.",
+                "Train it again with a lower learning rate.",
+            )
         )
     return dict(weights.metadata)
 

@@ -134,25 +134,34 @@ def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
         if both:
             problems.append(
                 Problem(
-                    f"--recipe and {', '.join(both)} contradict each other.", "The recipe sets them: remove the flags."
+                    "flags_exclude_each_other",
+                    f"--recipe and {', '.join(both)} contradict each other.",
+                    "The recipe sets them: remove the flags.",
                 )
             )
     elif not arguments.prompt and not arguments.config:
-        problems.append(Problem("There is no prompt.", 'For example: --prompt "a photo of my cat".'))
+        problems.append(Problem("prompt_missing", "There is no prompt.", 'For example: --prompt "a photo of my cat".'))
     if arguments.num_images_per_prompt is not None and not 1 <= arguments.num_images_per_prompt <= MOST_SEEDS:
         problems.append(
             Problem(
+                "count_out_of_range",
                 f"--num-images-per-prompt is {arguments.num_images_per_prompt}.",
                 f"1 to {MOST_SEEDS} are generated at once.",
             )
         )
     if arguments.num_images_per_prompt is not None and len(arguments.seed or []) > 1:
         problems.append(
-            Problem("--num-images-per-prompt and several --seed contradict each other.", "Use one of them.")
+            Problem(
+                "flags_exclude_each_other",
+                "--num-images-per-prompt and several --seed contradict each other.",
+                "Use one of them.",
+            )
         )
     wrong = [seed for seed in arguments.seed or [] if not 0 <= seed < 2**63 - MOST_SEEDS]
     if wrong:
-        problems.append(Problem(f"--seed is {wrong[0]}.", "Seeds are whole numbers from 0 to 2^63 - 1."))
+        problems.append(
+            Problem("seeds_out_of_range", f"--seed is {wrong[0]}.", "Seeds are whole numbers from 0 to 2^63 - 1.")
+        )
     return problems
 
 
@@ -179,5 +188,5 @@ def _size(text: str | None) -> tuple[int, int] | None:
     match = re.fullmatch(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", text.strip())
     if match is None or not all(1 <= int(side) <= LARGEST_SIDE for side in match.groups()):
         fix = f"Width x height in pixels, up to {LARGEST_SIDE}: --size 832x1216."
-        raise UsageError(Problem(f"--size {text} is not a size.", fix))
+        raise UsageError(Problem("size_invalid", f"--size {text} is not a size.", fix))
     return int(match[1]), int(match[2])

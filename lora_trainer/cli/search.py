@@ -77,15 +77,17 @@ def search_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
     """Run the search or the range test. Raises UsageError for all mistakes at once."""
     problems = list(unknown)
     if arguments.what not in (None, "lr"):
-        problems.append(Problem(f"Unknown action {arguments.what}.", nearest(arguments.what, ["lr"])))
+        problems.append(Problem("unknown_action", f"Unknown action {arguments.what}.", nearest(arguments.what, ["lr"])))
     others = OF_SEARCH if arguments.what == "lr" else OF_RANGE
     kind = "a search, not for search lr" if arguments.what == "lr" else "search lr"
     wrong = [f"--{name.replace('_', '-')}" for name in others if vars(arguments)[name] not in (None, [])]
-    problems.extend(Problem(f"{flag} is for {kind}.", "Leave it out.") for flag in wrong)
+    problems.extend(Problem("flag_not_for_command", f"{flag} is for {kind}.", "Leave it out.") for flag in wrong)
     if arguments.dry_run:
-        problems.append(Problem("--dry-run is not for a search.", "Use it with train, or --explain here."))
+        problems.append(
+            Problem("flag_not_for_command", "--dry-run is not for a search.", "Use it with train, or --explain here.")
+        )
     if arguments.confirm_data and arguments.confirm is None and arguments.what is None:
-        problems.append(Problem("--confirm-data needs --confirm.", "Add --confirm 3."))
+        problems.append(Problem("flag_missing", "--confirm-data needs --confirm.", "Add --confirm 3."))
     presets, user = layers_from(arguments, problems)
     if arguments.what == "lr":
         return range_command(arguments, settled(presets, user, problems))

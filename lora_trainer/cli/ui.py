@@ -50,15 +50,21 @@ def ui_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Serve until a signal comes. Raises UsageError."""
     problems = [
         *unknown,
-        *(Problem(f"{root} is not a folder.", "Name a folder.") for root in arguments.root if not root.is_dir()),
+        *(
+            Problem("folder_missing", f"{root} is not a folder.", "Name a folder.")
+            for root in arguments.root
+            if not root.is_dir()
+        ),
     ]
     if not 0 <= arguments.port <= 65535:
-        problems.append(Problem(f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}."))
+        problems.append(
+            Problem("port_out_of_range", f"--port {arguments.port} is no port.", f"Use 0 to 65535, such as {PORT}.")
+        )
     for flag, folder in (("--output", arguments.output), ("--datasets", arguments.datasets)):
         if folder.exists() and not folder.is_dir():
-            problems.append(Problem(f"{folder} is not a folder.", f"Choose another {flag}."))
+            problems.append(Problem("folder_missing", f"{folder} is not a folder.", f"Choose another {flag}."))
     if unusable := [f"{name} {reason}" for name in NEEDED if (reason := why_unusable(name)) is not None]:
-        problems.append(Problem(f"{' and '.join(unusable)}.", "pip install 'lora-trainer[ui]'"))
+        problems.append(Problem("library_missing", f"{' and '.join(unusable)}.", "pip install 'lora-trainer[ui]'"))
     if problems:
         raise UsageError(problems)
     from lora_trainer.web.serve import serve

@@ -59,7 +59,9 @@ def wrong_keys(layer: str, section: str, kind: type[Section], values: Mapping[st
         elif key in kind.model_fields:
             problem = _wrong_value(layer, f"{section}.{key}", kind, key, values[key], details)
         else:
-            problem = Problem(f"{section}.{key} (from {layer}) is not a setting.", _nearest_setting(section, key))
+            problem = Problem(
+                "unknown_setting", f"{section}.{key} (from {layer}) is not a setting.", _nearest_setting(section, key)
+            )
         found.setdefault(key, []).append(problem)
     return found
 
@@ -88,11 +90,15 @@ def _wrong_in_table(
         kind, table = _TABLES[key], table[key]
     name, key = ".".join(keys), keys[-1]
     if details[0]["type"] == "missing":
-        return Problem(f"{where}{name} is missing (from {layer}).", f'For example: {name} = "images".')
+        return Problem(
+            "setting_missing", f"{where}{name} is missing (from {layer}).", f'For example: {name} = "images".'
+        )
     if key not in kind.model_fields:
-        return Problem(f"{where}{name} (from {layer}) is not a setting.", nearest(key, kind.model_fields))
+        return Problem(
+            "unknown_setting", f"{where}{name} (from {layer}) is not a setting.", nearest(key, kind.model_fields)
+        )
     problem = _wrong_value(layer, name, kind, key, table[key], details)
-    return Problem(where + problem.message, problem.fix)
+    return Problem(problem.code, where + problem.message, problem.fix)
 
 
 def _wrong_value(
@@ -129,14 +135,14 @@ def _wrong_value(
         called = str(value).lower().replace("-", "").replace(".", "")
         for family, names in tomllib.loads(FAMILY_NAMES.read_text(encoding="utf-8")).items():
             if called in names:
-                return Problem(message, f"Did you mean {family}?")
+                return Problem("setting_invalid", message, f"Did you mean {family}?")
     word = str(value).lower()
     near = nearest(word, {word} & {*choices} or choices)
     if isinstance(value, str) and choices and near.startswith("Did"):
-        return Problem(message, near)
+        return Problem("setting_invalid", message, near)
     meaning = f"{field.description}; " if field.description else ""
     default = "none" if field.is_required() else shown(field.default)
-    return Problem(message, f"({meaning}default {default})")
+    return Problem("setting_invalid", message, f"({meaning}default {default})")
 
 
 def _list_of(annotation: Any, value: Any) -> str:

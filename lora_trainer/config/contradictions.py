@@ -120,7 +120,9 @@ def without_clashes(
     What gives way may leave others without effect. They give way too, and are named with it if the user set them.
     """
     wrong = [clash for clash in clashes if is_asked_for(settings.origin, clash.name, clash.because)]
-    problems.extend(Problem(f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in wrong)
+    problems.extend(
+        Problem("settings_contradict", f"{settings.shown(clash.name)}: {clash.reason}.", clash.fix) for clash in wrong
+    )
     yielding, notes = list(clashes), list[str]()
     while yielding and not wrong:
         for each in yielding:
@@ -509,6 +511,7 @@ def wrong_placeholder_tokens(settings: Settings) -> list[Problem]:
     twice = sorted({token for token in lowered if lowered.count(token) > 1})
     found = [
         Problem(
+            "token_inside_words",
             f"{settings.shown('textual_inversion.placeholder_tokens')}: {token!r} would also be found inside other words.",
             f"Write <{token.strip('<>')}>, in captions as well.",
         )
@@ -518,6 +521,7 @@ def wrong_placeholder_tokens(settings: Settings) -> list[Problem]:
     if twice:
         found.append(
             Problem(
+                "token_twice",
                 f"{settings.shown('textual_inversion.placeholder_tokens')} names {twice[0]!r} twice.",
                 "Name each token once.",
             )
@@ -563,7 +567,7 @@ def captions_of_sources(settings: Settings) -> list[Problem]:
         own_settings = Settings({"captions": values}, named)
         for clash in [*captions(own_settings), *idle(own_settings)]:
             setting = f"data.sources[{number}].{clash.name} = {shown(values.get(clash.name.partition('.')[2]))}"
-            found.append(Problem(f"{setting}: {clash.reason}.", clash.fix))
+            found.append(Problem("settings_contradict", f"{setting}: {clash.reason}.", clash.fix))
     return found
 
 
@@ -579,7 +583,7 @@ def idle_lengths(settings: Settings, notes: list[str]) -> list[Problem]:
         if BELOW_FLAGS.fullmatch(settings.origin[name]):
             notes.append(message)
         elif is_asked_for(settings.origin, name, [cause]):
-            problems.append(Problem(f"{message}.", f"Remove {name}, or {cause}."))
+            problems.append(Problem("settings_contradict", f"{message}.", f"Remove {name}, or {cause}."))
     return problems
 
 
@@ -589,4 +593,4 @@ def steps_and_epochs(settings: Settings) -> list[Problem]:
         return []
     message = f"{settings.shown('train.max_steps')} and {settings.shown('train.max_epochs')} contradict each other."
     fix = "Remove one of them, or empty it: --set train.max_epochs=none (or --set train.max_steps=none)."
-    return [Problem(message, fix)]
+    return [Problem("settings_contradict", message, fix)]

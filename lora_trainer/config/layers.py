@@ -121,11 +121,19 @@ def valid_settings(layer: Layer, found: list[Problem]) -> list[tuple[str, str, A
     for section, raw in layer.values.items():
         kind = types.get(section)
         if kind is None:
-            found.append(Problem(f"{section} (from {layer.name}) is not a section.", _nearest_section(section, raw)))
+            found.append(
+                Problem(
+                    "unknown_section",
+                    f"{section} (from {layer.name}) is not a section.",
+                    _nearest_section(section, raw),
+                )
+            )
             continue
         if not isinstance(raw, Mapping):
             fix = f"Write [{section}] on a line of its own and its settings below it."
-            found.append(Problem(f"{section} (from {layer.name}) is a section, not a setting.", fix))
+            found.append(
+                Problem("section_is_no_setting", f"{section} (from {layer.name}) is a section, not a setting.", fix)
+            )
             continue
         values = plain_values(kind, raw)
         wrong = wrong_keys(layer.name, section, kind, values)

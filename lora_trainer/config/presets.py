@@ -116,7 +116,7 @@ def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> 
     names = [name.strip() for part in requested for name in part.split(",") if name.strip()]
     names = list(dict.fromkeys(names))
     problems = [
-        Problem(f"There is no preset named {name}.", nearest(name, [*selectable(), AUTO]))
+        Problem("unknown_preset", f"There is no preset named {name}.", nearest(name, [*selectable(), AUTO]))
         for name in names
         if name != AUTO and name not in selectable()
     ]
@@ -126,7 +126,9 @@ def preset_layers(requested: Sequence[str], memory_gib: float | None = None) -> 
         if len(same) > 1:
             message = f"--preset names {len(same)} {word}s: {' and '.join(same)}."
             others = " and a ".join(other for other in CHOICES.values() if other != word)
-            problems.append(Problem(message, f"Keep one; a {word} can be combined with a {others}."))
+            problems.append(
+                Problem("presets_exclude_each_other", message, f"Keep one; a {word} can be combined with a {others}.")
+            )
     layers, notes = [], []
     for name in known:
         if name == AUTO:
@@ -143,6 +145,7 @@ def refuse_other_family(layers: Sequence[Layer], family: str) -> list[Problem]:
     chosen = [preset for layer in layers if (preset := presets().get(layer.name.removeprefix(CHOSEN)))]
     return [
         Problem(
+            "preset_of_other_family",
             f"--preset {each.name} is for models of the family {each.family}, and this one is of {family}.",
             f"Name such a model with --model, in `plan` set --set model.family={each.family}, or remove {each.name}.",
         )

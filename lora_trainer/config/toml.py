@@ -33,21 +33,29 @@ def read_toml(path: Path, flag: str = "--config") -> dict[str, Any]:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise UsageError(Problem(f"{path} cannot be read: it is not a regular file.", "Name a TOML file."))
+            raise UsageError(
+                Problem("file_unreadable", f"{path} cannot be read: it is not a regular file.", "Name a TOML file.")
+            )
         refuse_large(path, found.st_size)
         return tomllib.loads(decode(path.read_bytes()))
     except FileNotFoundError:
-        raise UsageError(Problem(f"{path} does not exist.", f"Check the path given with {flag}.")) from None
+        raise UsageError(
+            Problem("file_missing", f"{path} does not exist.", f"Check the path given with {flag}.")
+        ) from None
     except OSError as error:
-        raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Name a TOML file.")) from None
+        raise UsageError(
+            Problem("file_unreadable", f"{path} cannot be read: {error.strerror}.", "Name a TOML file.")
+        ) from None
     except TextError as error:
-        raise UsageError(Problem(f"{path} {error}.", "Save it as UTF-8.")) from None
+        raise UsageError(Problem("file_unreadable", f"{path} {error}.", "Save it as UTF-8.")) from None
     except RecursionError:
-        raise UsageError(Problem(f"{path} is nested too deeply.", "Name a config of lora-trainer.")) from None
+        raise UsageError(
+            Problem("config_too_deep", f"{path} is nested too deeply.", "Name a config of lora-trainer.")
+        ) from None
     except tomllib.TOMLDecodeError as error:
         hint = 'Text needs double quotes, lists need brackets: sources = ["./images"]. A Windows path needs single '
         raise UsageError(
-            Problem(f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
+            Problem("config_not_toml", f"{path} is not valid TOML: {error}.", hint + "quotes: path = 'C:\\models'.")
         ) from None
 
 
@@ -55,7 +63,7 @@ def refuse_large(path: Path, size: int) -> None:
     """Raise UsageError for a file larger than any config."""
     if size > MOST_BYTES:
         message = f"{path} has {size:,} bytes; a config has at most {MOST_BYTES:,}."
-        raise UsageError(Problem(message, "Name the config, not the data or the weights."))
+        raise UsageError(Problem("config_too_large", message, "Name the config, not the data or the weights."))
 
 
 def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | Problem:
@@ -67,15 +75,16 @@ def parse_assignment(text: str, flag: str = "--set") -> tuple[str, str, Any] | P
     name, equals, raw = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if equals and section and not dot:
-        return Problem(f"{flag} {text}: {section} is not a setting.", settings_like(section))
+        return Problem("unknown_setting", f"{flag} {text}: {section} is not a setting.", settings_like(section))
     if not (equals and dot and section and key):
         return Problem(
+            "assignment_invalid",
             f"{flag} {text} is not of the form section.key=value.",
             f"For example: {flag} memory.gradient_checkpointing=true",
         )
     value = parse_value(raw)
     if isinstance(value, Problem):
-        return Problem(f"{flag} {text}: {value.message}", value.fix)
+        return Problem(value.code, f"{flag} {text}: {value.message}", value.fix)
     return section, key, value
 
 
@@ -89,7 +98,9 @@ def parse_value(raw: str) -> Any:
     except (tomllib.TOMLDecodeError, RecursionError):
         if raw[0] in "[{\"'":
             return Problem(
-                f"{raw} is not a TOML value.", 'A list is written \'["a", "b"]\', with the shell\'s quotes around it.'
+                "value_not_toml",
+                f"{raw} is not a TOML value.",
+                'A list is written \'["a", "b"]\', with the shell\'s quotes around it.',
             )
         return raw
     return parsed["value"] if set(parsed) == {"value"} else raw

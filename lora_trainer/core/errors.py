@@ -25,8 +25,9 @@ MACHINE_FAILURES = (RuntimeError, ValueError, OSError, MemoryError)
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong and what to do about it."""
+    """One thing that is wrong and what to do about it. `code` names its kind for scripts and tests, and never changes."""
 
+    code: str
     message: str
     fix: str = ""
 
@@ -46,9 +47,7 @@ class UserError(Exception):
     exit_code = WRONG_USAGE
     every_process_reports = False  # not only the main one
 
-    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
-        if isinstance(problems, str):
-            problems = Problem(problems)
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
@@ -69,7 +68,9 @@ def known_as(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        found = [Problem(with_names(problem.message), with_names(problem.fix)) for problem in error.problems]
+        found = [
+            Problem(problem.code, with_names(problem.message), with_names(problem.fix)) for problem in error.problems
+        ]
         if found == list(error.problems):
             raise
         raise UsageError(found) from error
@@ -87,7 +88,7 @@ def gathering(problems: list[Problem]) -> Iterator[None]:
 class Refused(UserError):
     """A gate refused. `report` is its DataReport or LoraReport, or None."""
 
-    def __init__(self, problems: Problem | str | Iterable[Problem], report: Any = None) -> None:
+    def __init__(self, problems: Problem | Iterable[Problem], report: Any = None) -> None:
         super().__init__(problems)
         self.report = report
 

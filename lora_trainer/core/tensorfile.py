@@ -255,4 +255,4 @@ def elements(header: dict[str, Any]) -> int:
 
 
 def refusal(path: Path, reason: str, fix: str) -> UsageError:
-    return UsageError(Problem(f"{path} {reason}.", fix))
+    return UsageError(Problem("tensor_file_damaged", f"{path} {reason}.", fix))

@@ -60,7 +60,7 @@ def make_buckets(
     """
     if resolution < step:
         message = f"data.resolution is {resolution}, smaller than the model's step of {step} pixels."
-        raise UsageError(Problem(message, f"Set it to {step} or more."))
+        raise UsageError(Problem("resolution_too_small", message, f"Set it to {step} or more."))
     area = resolution * resolution
     square = resolution // step * step
     found = {Bucket(square, square)}

@@ -58,7 +58,7 @@ class Fresh:
         entry = {name: tensor[0].cpu() for name, tensor in encode_shown([shown], self._encode, self._dtype).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in entry.values()):
             message = f"The encoder gave values that are not finite for {self.place(ref)[0].path}."
-            raise TrainingFailed(Problem(message, "Check the image, or remove it."))
+            raise TrainingFailed(Problem("encoding_not_finite", message, "Check the image, or remove it."))
         return entry
 
     def close(self) -> None:

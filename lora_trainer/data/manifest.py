@@ -90,7 +90,9 @@ def _read_manifest(
     try:
         samples = _samples(found, reading, progress)
     except RemoteError as error:
-        raise UsageError(Problem(f"The data cannot be read: {error.strerror}.", fix_of(error))) from error
+        raise UsageError(
+            Problem("data_unreadable", f"The data cannot be read: {error.strerror}.", fix_of(error))
+        ) from error
     return Manifest(samples, tuple(reading.notes)), tuple(reading.findings)
 
 

@@ -140,20 +140,22 @@ def _wrong(framing: Framing, pixel_step: int) -> list[Problem]:
     if step % pixel_step:
         above = -(-step // pixel_step) * pixel_step
         message = f"data.bucket_step is {step}, no multiple of the model's step of {pixel_step} pixels."
-        problems.append(Problem(message, f"Set it to {above}, or leave it empty."))
+        problems.append(Problem("bucket_step_invalid", message, f"Set it to {above}, or leave it empty."))
     for resolution in framing.resolutions:
         square = resolution // step * step
         if square == 0:
             name = "data.bucket_step" if step > pixel_step else "the model's step"
             message = f"data.resolution is {resolution}, smaller than {name} of {step} pixels."
-            problems.append(Problem(message, f"Set it to {step} or more."))
+            problems.append(Problem("resolution_too_small", message, f"Set it to {step} or more."))
             continue
         if framing.shortest is not None and framing.shortest > square:
             message = f"data.bucket_min is {framing.shortest}, more than the {square} px of a square at {resolution}."
-            problems.append(Problem(message, f"Set it to {square} or less."))
+            problems.append(Problem("buckets_leave_no_square", message, f"Set it to {square} or less."))
         if framing.longest is not None and framing.longest < square:
             message = f"data.bucket_max is {framing.longest}, less than the {square} px of a square at {resolution}."
-            problems.append(Problem(message, f"Set it to {square} or more, or data.resolution lower."))
+            problems.append(
+                Problem("buckets_leave_no_square", message, f"Set it to {square} or more, or data.resolution lower.")
+            )
     return problems
 
 

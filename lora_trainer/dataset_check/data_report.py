@@ -77,7 +77,9 @@ class DataReport:
                 grouped.setdefault(finding.code, []).append(finding)
         problems = [self.refusal(code, group) for code, group in grouped.items()]
         if not self.samples and not problems:
-            problems.append(Problem("No image of the data can be used.", "Fix or replace the images."))
+            problems.append(
+                Problem("no_usable_image", "No image of the data can be used.", "Fix or replace the images.")
+            )
         return tuple(problems)
 
     @property
@@ -95,7 +97,7 @@ class DataReport:
 
     def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
         """One kind of error as a problem: how many files have it, and the first."""
-        return Problem(self.message(code, group), group[0].fix)
+        return Problem(code, self.message(code, group), group[0].fix)
 
     def heading(self, code: str, group: Sequence[Finding]) -> str:
         """How many files have one kind of finding: `3 of 20 files are blurred`."""
@@ -154,7 +156,7 @@ class DataReport:
                 for path, found in self.files.items()
             ],
             "findings": [finding.to_json() for finding in self.general],
-            "refusals": [{"message": problem.message, "fix": problem.fix} for problem in self.refusals],
+            "refusals": [vars(problem) for problem in self.refusals],
             "buckets": {str(bucket): count for bucket, count in sorted(self.plan.counts.items())},
             "bucket_table": [row.to_json() for row in self.rows],
             "look_the_same": [[str(path) for path in group] for group in self.groups],

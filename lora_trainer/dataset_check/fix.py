@@ -98,7 +98,9 @@ def write_fixed(
         raise UsageError(problems)
     left_out = what_to_leave_out(report, manifest)
     if all(sample.path in left_out for sample in manifest.samples):
-        raise UsageError(Problem("No image of the data would be left.", "Fix or replace the images."))
+        raise UsageError(
+            Problem("no_usable_image", "No image of the data would be left.", "Fix or replace the images.")
+        )
     lots = _lots(request, places, manifest)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,9 @@ def write_fixed(
             os.replace(whole, target)
     except OSError as error:
         message = f"The copy cannot be written to {target} ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, f"{what_helps(error)}, or name another folder with --clean-copy.")) from error
+        raise UsageError(
+            Problem("copy_not_written", message, f"{what_helps(error)}, or name another folder with --clean-copy.")
+        ) from error
     return FixedCopy(target, tuple(target / lot.copy for lot in lots), tuple(files))
 
 
@@ -129,11 +133,11 @@ def place_problems(target: Path, places: Sequence[Path], images: Iterable[Path] 
     for place in places:
         there = place.resolve()
         if real.is_relative_to(there) or there.is_relative_to(real):
-            return [Problem(f"{target} lies in the data or around it ({place}).", elsewhere)]
+            return [Problem("output_inside_data", f"{target} lies in the data or around it ({place}).", elsewhere)]
     if any(image.is_relative_to(real) for image in images):  # those of a table lie anywhere
-        return [Problem(f"{target} holds images of the data.", elsewhere)]
+        return [Problem("output_has_images", f"{target} holds images of the data.", elsewhere)]
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        return [Problem(f"{target} is not an empty folder.", "Name a new one with --clean-copy.")]
+        return [Problem("output_not_empty", f"{target} is not an empty folder.", "Name a new one with --clean-copy.")]
     return []
 
 

@@ -56,7 +56,7 @@ def refuse_snr_of_flow(name: str, weight: Weight) -> None:
     except NoSnrError:
         message = f'loss.weighting = "{name}": a flow-matching model has no signal-to-noise ratio to weight by.'
         fix = "Set loss.weighting=min_snr and no loss.min_snr_gamma: all timesteps then count alike."
-        raise UsageError(Problem(message, fix)) from None
+        raise UsageError(Problem("weighting_not_for_flow", message, fix)) from None
 
 
 def mean_of_sample(error: Tensor, weights: Tensor | None) -> Tensor:
@@ -137,7 +137,7 @@ def v_as_epsilon(config: LossSection, process: Process) -> Weight:
     """Raises UsageError for a model that predicts noise."""
     if process.prediction == "epsilon":
         message = 'loss.weighting = "v_as_epsilon": the model predicts noise (epsilon), not velocity.'
-        raise UsageError(Problem(message, "Set loss.weighting=min_snr or debiased."))
+        raise UsageError(Problem("weighting_not_for_epsilon", message, "Set loss.weighting=min_snr or debiased."))
     return partial(v_as_epsilon_weight, process)
 
 

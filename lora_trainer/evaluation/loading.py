@@ -208,7 +208,7 @@ def misfits(
         message = (
             f"The LoRA was trained on another model family: {' or '.join(found)}; the base model is {family.name}."
         )
-        return [Problem(message, "Set --model to a model of its family.")]
+        return [Problem("lora_of_other_family", message, "Set --model to a model of its family.")]
     there = {name.partition(".")[0] for name in shapes}
     others = [
         name for name in weights.modules if name.startswith("text_encoder") and name.partition(".")[0] not in there
@@ -218,10 +218,12 @@ def misfits(
     if others:
         lacking = f"that the base model lacks (first: {others[0]})"
         message = f"{len(others)} modules of the LoRA are on a text encoder {lacking}."
-        problems.insert(0, Problem(message, "Use a base model that has it, or a LoRA without them."))
+        problems.insert(
+            0, Problem("lora_of_other_encoders", message, "Use a base model that has it, or a LoRA without them.")
+        )
     if problems and trained_on not in ("", own):
         message = f"The LoRA was trained on another model family: {trained_on}; the base model is {own}."
-        problems.insert(0, Problem(message, "Set --model to a model of its family."))
+        problems.insert(0, Problem("lora_of_other_family", message, "Set --model to a model of its family."))
     return problems
 
 
@@ -230,7 +232,13 @@ def in_short(problems: Sequence[Problem]) -> list[Problem]:
     shown = list(problems[:WORST_SHOWN])
     more = len(problems) - len(shown)
     if more:
-        shown.append(Problem(f"{counted(more, 'more key')} {'does' if more == 1 else 'do'} not fit.", shown[-1].fix))
+        shown.append(
+            Problem(
+                "lora_keys_unknown",
+                f"{counted(more, 'more key')} {'does' if more == 1 else 'do'} not fit.",
+                shown[-1].fix,
+            )
+        )
     fixes = [problem.fix for problem in shown]
     return [
         replace(problem, fix="" if problem.fix in fixes[place + 1 :] else problem.fix)

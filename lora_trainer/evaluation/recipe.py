@@ -153,13 +153,17 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except OSError as error:
-        raise UsageError(Problem(f"{path} cannot be read as a recipe: {error.strerror}.", fix)) from error
+        raise UsageError(
+            Problem("recipe_unreadable", f"{path} cannot be read as a recipe: {error.strerror}.", fix)
+        ) from error
     except ValueError as error:
-        raise UsageError(Problem(f"{path} cannot be read as a recipe: it is not JSON.", fix)) from error
+        raise UsageError(
+            Problem("recipe_unreadable", f"{path} cannot be read as a recipe: it is not JSON.", fix)
+        ) from error
     wrong = not isinstance(found, dict) or [key for key, kind in NEEDED.items() if not isinstance(found.get(key), kind)]
     if wrong:
         lacking = "no object" if wrong is True else f"without a sound {', '.join(wrong)}"
-        raise UsageError(Problem(f"{path} is not a recipe: it is {lacking}.", fix))
+        raise UsageError(Problem("not_a_recipe", f"{path} is not a recipe: it is {lacking}.", fix))
     return dict(found)
 
 
@@ -178,7 +182,9 @@ def rows_of(found: Mapping[str, Any]) -> list[ImageRequest]:
         if not rows or not all(0 <= row.seed < 2**63 for row in rows):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UsageError(Problem("The recipe's images have no prompt and seed each.", ANOTHER)) from error
+        raise UsageError(
+            Problem("recipe_incomplete", "The recipe's images have no prompt and seed each.", ANOTHER)
+        ) from error
     return rows
 
 
@@ -204,7 +210,9 @@ def drawing_of_recipe(found: Mapping[str, Any]) -> Drawing:
         if found.get("dtype") not in DTYPES or not (at_once is None or (type(at_once) is int and at_once > 0)):
             raise ValueError(f"dtype {found.get('dtype')!r}, {at_once!r} at once")
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(Problem(f"The recipe cannot be followed: {_reason(error)}.", ANOTHER)) from error
+        raise UsageError(
+            Problem("recipe_invalid", f"The recipe cannot be followed: {_reason(error)}.", ANOTHER)
+        ) from error
     return drawing
 
 
@@ -215,7 +223,9 @@ def text_of_recipe(found: Mapping[str, Any]) -> TextOptions:
         settings = {"clip_skip": text.clip_skip, "max_tokens": text.clip_tokens, "max_sequence_length": text.t5_tokens}
         TextEncoderSection.model_validate(settings)
     except (TypeError, ValueError) as error:
-        raise UsageError(Problem(f"The recipe's text cannot be followed: {_reason(error)}.", ANOTHER)) from error
+        raise UsageError(
+            Problem("recipe_invalid", f"The recipe's text cannot be followed: {_reason(error)}.", ANOTHER)
+        ) from error
     return text
 
 

@@ -198,7 +198,7 @@ def draw(
     """
     if len({len(row.controls) for row in rows}) > 1:
         message = "The prompts have different numbers of control images."
-        raise UsageError(Problem(message, "Give each prompt equally many."))
+        raise UsageError(Problem("control_images_differ", message, "Give each prompt equally many."))
     width, height = drawing.size
     guidance = 0.0 if drawing.guidance is None else drawing.guidance
     seen = not all(isinstance(key, str) for key in read)
@@ -240,7 +240,7 @@ def load_controls(rows: Sequence[ImageRequest], size: tuple[int, int]) -> list[T
             pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in cut])
             found.append(pixels.float() / 127.5 - 1.0)
     except BrokenImageError as error:
-        raise UsageError(Problem(f"A control image {error.message}", error.fix)) from error
+        raise UsageError(Problem(error.code, f"A control image {error.message}", error.fix)) from error
     return found
 
 
@@ -314,4 +314,4 @@ def refuse_size(size: tuple[int, int], step: int) -> None:
     if any(side % step or side < step for side in size):
         width, height = nearest_size(size, step)
         message = f"{size[0]}x{size[1]} is no size for this model: sides must be multiples of {step} pixels."
-        raise UsageError(Problem(message, f"The nearest: {width}x{height}."))
+        raise UsageError(Problem("size_invalid", message, f"The nearest: {width}x{height}."))

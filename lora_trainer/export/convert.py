@@ -119,7 +119,9 @@ def write_kind(
     try:
         kohya, diffusers = plain_forms(rounded, names)
     except ValueError as error:
-        raise UsageError(Problem(f"The file has no names for its layers: {error}.", "Is --family right?")) from None
+        raise UsageError(
+            Problem("layers_without_names", f"The file has no names for its layers: {error}.", "Is --family right?")
+        ) from None
     tensors = (kohya if to == "kohya" else diffusers).tensors
     header = {key: value for key, value in weights.metadata.items() if key not in (*OF_ONE_FORM, EARLIER)}
     header = with_hashes(tensors, header) if to == "kohya" else {**header, "format": "pt"}
@@ -146,7 +148,9 @@ def _write(
         token_files = learned_token_files(target.parent, target.stem, weights, kept)
     if (token_files or not weights.embeddings) and (others := _others_tokens(target, token_files)):
         message = f"{some([path.name for path in others])} would be read as learned tokens of {target.name}."
-        raise UsageError(Problem(message, "Remove what an earlier file of this name left, or name another file."))
+        raise UsageError(
+            Problem("taken_for_tokens", message, "Remove what an earlier file of this name left, or name another file.")
+        )
     write_together({target: content, **token_files}, lambda path, read: check(read) if path == target else None)
     return (target, *token_files)
 
@@ -165,7 +169,7 @@ def _of_others(weights: AdapterWeights, names: Names) -> list[Problem]:
     if not others:
         return []
     message = f"{counted(len(others), 'module')} of the LoRA belong to no part of {names.family} ({some(others)})."
-    return [Problem(message, "Name the family that it was trained on with --family.")]
+    return [Problem("layers_of_no_part", message, "Name the family that it was trained on with --family.")]
 
 
 def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
@@ -177,7 +181,7 @@ def _cast(weights: LoraWeights, dtype: torch.dtype | None) -> LoraWeights:
     cast = replace(weights, modules=modules)
     if bad := cast.not_finite():
         message = f"{len(bad)} modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
-        raise UsageError(Problem(message, "Remove --dtype, or use bf16 or fp32."))
+        raise UsageError(Problem("weights_too_large", message, "Remove --dtype, or use bf16 or fp32."))
     return cast
 
 
@@ -189,6 +193,7 @@ def _to_kohya(
     except ValueError as error:
         raise UsageError(
             Problem(
+                "form_cannot_hold",
                 f"kohya's form cannot hold this LoRA: {error}.",
                 "Use --to diffusers, which has a name for every layer; if it is of another family, name that with --family.",
             )

@@ -242,7 +242,9 @@ def _values(path: Path, weights: AdapterWeights) -> list[Problem]:
     problems = values(path.name, weights)
     dead = [name for name, update in weights.modules.items() if changes_nothing(update)]
     if dead and len(dead) == len(weights.modules):
-        problems.append(Problem(f"{path.name} changes nothing: every update is zero.", "It was not trained."))
+        problems.append(
+            Problem("lora_is_zero", f"{path.name} changes nothing: every update is zero.", "It was not trained.")
+        )
     return problems
 
 
@@ -250,14 +252,23 @@ def _doubts(path: Path, pairs: Mapping[str, LayerUpdate], hashes: Mapping[str, t
     doubts = []
     dead = [name for name, update in pairs.items() if changes_nothing(update)]
     if dead and len(dead) < len(pairs):
-        doubts.append(Problem(f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).", "They learned nothing."))
+        doubts.append(
+            Problem(
+                "modules_are_zero",
+                f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).",
+                "They learned nothing.",
+            )
+        )
     if zero := [name for name, pair in pairs.items() if pair.alpha == 0]:
         message = f"alpha is 0 for {len(zero)} modules ({some(zero)})."
-        doubts.append(Problem(message, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank."))
+        doubts.append(
+            Problem("alpha_is_zero", message, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank.")
+        )
     for name, (recorded, found) in hashes.items():
         if recorded != found:
             doubts.append(
                 Problem(
+                    "hash_differs",
                     f"{name} is {recorded[:12]}, the content's hash is {found[:12]}.",
                     "It was changed after it was written.",
                 )

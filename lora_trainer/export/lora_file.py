@@ -228,7 +228,9 @@ def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
     try:
         document = read_json_object(config, MOST_CONFIG_BYTES)
     except (TextError, OSError) as error:
-        raise UsageError(Problem(f"{config} cannot be read: {error}.", "Copy it again, or remove it.")) from None
+        raise UsageError(
+            Problem("config_unreadable", f"{config} cannot be read: {error}.", "Copy it again, or remove it.")
+        ) from None
     if reaching := diffusers_form.reaching_in(document, layers_of(tensors)):
         raise _refused(config, f"asks for more than the file's own weights ({some(reaching)}).", "Export a plain LoRA.")
     return document
@@ -237,9 +239,11 @@ def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
 def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
-        raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
+        raise UsageError(
+            Problem("path_is_folder", f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}.")
+        )
     if not path.exists():
-        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
+        raise UsageError(Problem("file_missing", f"There is no LoRA file {path}.", "Check the path."))
     if not path.is_file():  # opening a pipe would wait forever
         raise _refused(path, "is not a regular file.", "Name a .safetensors file.")
     with open(path, "rb") as file:
@@ -282,4 +286,4 @@ def refuse_reaching(path: Path, metadata: Mapping[str, str], keys: Iterable[str]
 
 
 def _refused(path: Path, message: str, fix: str) -> UsageError:
-    return UsageError(Problem(f"{path.name} {message}", fix))
+    return UsageError(Problem("file_unreadable", f"{path.name} {message}", fix))

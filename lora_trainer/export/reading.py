@@ -137,7 +137,7 @@ def only_lora(file: str, weights: AdapterWeights) -> LoraWeights:
     if (pairs := plain_pairs(weights)) is None:
         updates = list(weights.modules.values())
         fix = f"Write it as a LoRA first: {to_lora(updates)}."
-        raise UsageError(Problem(f"{file} is {titles(updates)}, not a plain LoRA.", fix))
+        raise UsageError(Problem("not_a_plain_lora", f"{file} is {titles(updates)}, not a plain LoRA.", fix))
     return pairs
 
 
@@ -146,7 +146,7 @@ def values(file: str, weights: AdapterWeights) -> list[Problem]:
     if not (bad := weights.not_finite()):
         return []
     message = f"{file} holds NaN or infinity in {counted(len(bad), 'module')} ({some(bad)})."
-    return [Problem(message, "Train it again with a lower learning rate.")]
+    return [Problem("lora_not_finite", message, "Train it again with a lower learning rate.")]
 
 
 def collect(
@@ -170,11 +170,15 @@ def collect(
     unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
     if unknown:
         problems.append(
-            Problem(f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).", "Export it again.")
+            Problem(
+                "lora_keys_unknown",
+                f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).",
+                "Export it again.",
+            )
         )
     if flat := sorted(word for word, tensor in embeddings.items() if tensor.ndim != 2 or 0 in tensor.shape):
         message = f"{file} holds learned tokens that are no table of [tokens, width] ({some(flat)})."
-        problems.append(Problem(message, "Export it again."))
+        problems.append(Problem("tokens_invalid", message, "Export it again."))
     halves = _halves(keys, tensors)
     hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
     updates = _updates(file, halves, problems)
@@ -185,12 +189,14 @@ def collect(
     for pattern, what in NOT_SUPPORTED.items():
         if layers := [name for name in foreign if pattern.search(name)]:
             message = f"{file} has {counted(len(layers), 'layer')} of {what}, which are not supported ({some(layers)})."
-            problems.append(Problem(message, "Use a LoRA that was trained on the transformer alone."))
+            problems.append(
+                Problem("lora_layers_unsupported", message, "Use a LoRA that was trained on the transformer alone.")
+            )
             foreign = [name for name in foreign if name not in layers]
     if foreign:
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
         message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
-        problems.append(Problem(message, fix))
+        problems.append(Problem("lora_keys_unknown", message, fix))
     plain = {name: parts for name, parts in halves.items() if name in found and name not in updates}
     pairs = _pairs(file, plain, problems)
     alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
@@ -213,21 +219,27 @@ def _wrong_kind(
     file: str, tensors: Mapping[str, Tensor], keys: Mapping[str, Key], forms: Sequence[str]
 ) -> Problem | None:
     if method := method_of(tensors):
-        return Problem(f"{file} is {method}, not a plain LoRA.", "Use it in the program that it was made for.")
+        return Problem(
+            "not_a_plain_lora", f"{file} is {method}, not a plain LoRA.", "Use it in the program that it was made for."
+        )
     if len(forms) > 1 and forms != ON_DISTINCT_LAYERS:
         counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
         fix = "Programs load one half silently: export it again in one form."
-        return Problem(f"{file} mixes {' and '.join(counts)}.", fix)
+        return Problem("lora_kinds_mixed", f"{file} mixes {' and '.join(counts)}.", fix)
     if any(OF_LORA_DIFFUSION.fullmatch(key) for key in tensors):
         message = f"{file} is a LoRA of cloneofsimo's lora_diffusion, whose layers have numbers in place of names."
-        return Problem(message, "No other program reads it: use a LoRA of kohya's or diffusers' format.")
+        return Problem(
+            "lora_without_names", message, "No other program reads it: use a LoRA of kohya's or diffusers' format."
+        )
     if not forms and not any(read.part == "alpha" for read in keys.values()):
         kind = other_file(list(tensors))
         fix = "Name a LoRA file; a base model is named with --model." if tensors else "The file holds no tensors."
         if RUN_STATE.fullmatch(file):
             kind, fix = "a state of a training run", "Name a LoRA file in the run's folder."
         return Problem(
-            f"{file} holds no LoRA weights among its {len(tensors)} keys{f': it is {kind}' if kind else ''}.", fix
+            "no_lora_weights",
+            f"{file} holds no LoRA weights among its {len(tensors)} keys{f': it is {kind}' if kind else ''}.",
+            fix,
         )
     return None
 
@@ -276,7 +288,11 @@ def _updates(
             updates[name] = update_of(tensors, alpha)
         except ValueError as error:
             updates[name] = None
-            problems.append(Problem(f"{file}: {name}: {error}.", "Export it again, with one kind for each layer."))
+            problems.append(
+                Problem(
+                    "lora_layer_invalid", f"{file}: {name}: {error}.", "Export it again, with one kind for each layer."
+                )
+            )
     return updates
 
 
@@ -299,7 +315,7 @@ def _decomposed(
             magnitude = magnitude.reshape(-1, *[1] * len(rest))
         if magnitude.ndim < 2 or tuple(magnitude.shape[:2]) not in ((rows, 1), (1, *rest[:1])):
             message = f"{file} has a DoRA magnitude {list(magnitude.shape)} for {name}, of {rows} rows."
-            problems.append(Problem(message, "Export it again."))
+            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
             continue
         found[name] = DecomposedUpdate(change, magnitude, of_base=of_base and magnitude.shape[0] == rows)
     return found
@@ -310,11 +326,17 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
     pairs: dict[str, LoraPair] = {}
     lonely = sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *MAGNITUDES})
     if lonely:
-        problems.append(Problem(f"{file} has alpha without weights for {some(lonely)}.", "Export it again."))
+        problems.append(
+            Problem("lora_incomplete", f"{file} has alpha without weights for {some(lonely)}.", "Export it again.")
+        )
     single = sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1)
     if single:
         fix = "Programs fill the other half with random numbers or skip it: export it again."
-        problems.append(Problem(f"{file} has half a pair for {counted(len(single), 'module')} ({some(single)}).", fix))
+        problems.append(
+            Problem(
+                "lora_incomplete", f"{file} has half a pair for {counted(len(single), 'module')} ({some(single)}).", fix
+            )
+        )
     for name, parts in halves.items():
         if name in single or name in lonely or "down" not in parts:
             continue
@@ -328,13 +350,13 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
         if not fits or (up.ndim == 4 and up.shape[2:] != (1, 1)):
             shapes = f"down {list(down.shape)} and up {list(up.shape)}"
             message = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
-            problems.append(Problem(message, "Export it again."))
+            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
         elif unread := [tensor.dtype for tensor in (down, up) if tensor.dtype not in WIDE]:
             message = f"{file} holds {str(unread[0]).removeprefix('torch.')} for {name}."
-            problems.append(Problem(message, "Export it in fp16, bf16 or fp32."))
+            problems.append(Problem("lora_type_unsupported", message, "Export it in fp16, bf16 or fp32."))
         elif "alpha" in parts and parts["alpha"].numel() != 1:
             message = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
-            problems.append(Problem(message, "Export it again."))
+            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
         else:
             pairs[name] = LoraPair(down, up, float(down.shape[0]))
     return pairs
@@ -366,7 +388,9 @@ def _header_alphas(
         return {name: alphas[module[name]] for name in pairs}
     except (ValueError, TypeError, AttributeError, json.JSONDecodeError):
         key = diffusers_form.ADAPTER_METADATA_KEY
-        problems.append(Problem(f"{file} has a header entry {key} that cannot be read.", "Export it again."))
+        problems.append(
+            Problem("header_invalid", f"{file} has a header entry {key} that cannot be read.", "Export it again.")
+        )
         return {}
 
 
@@ -384,7 +408,11 @@ def _modules(
         try:
             parts = divide(pair, place.rules, ranks.get(name)) if place.rules else {0: pair}
         except ValueError as error:
-            problems.append(Problem(f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"))
+            problems.append(
+                Problem(
+                    "lora_layer_invalid", f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"
+                )
+            )
             continue
         for part, each in parts.items():
             if place.modules[part] in modules:
@@ -392,5 +420,5 @@ def _modules(
             modules[place.modules[part]] = each
     if twice:
         message = f"{file} names {counted(len(twice), 'module')} twice, by two names ({some(sorted(twice))})."
-        problems.append(Problem(message, "Programs take one of them: export it again."))
+        problems.append(Problem("lora_module_twice", message, "Programs take one of them: export it again."))
     return modules

@@ -229,14 +229,16 @@ def folded(weights: W, dtype: torch.dtype = torch.float16) -> W:
     bad = weights.not_finite()
     if bad:
         first = f"{len(bad)} of {len(weights.modules)} LoRA modules hold NaN or infinity (first: {bad[0]})."
-        raise TrainingFailed(Problem(first, "Lower optimizer.learning_rate and train again."))
+        raise TrainingFailed(Problem("lora_not_finite", first, "Lower optimizer.learning_rate and train again."))
     modules = {name: pair.rounded(dtype) for name, pair in weights.modules.items()}
     embeddings = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in weights.embeddings.items()}
     result = replace(weights, modules=modules, embeddings=embeddings)
     bad = result.not_finite()
     if bad:
         first = f"{len(bad)} LoRA modules are too large for {str(dtype).removeprefix('torch.')} (first: {bad[0]})."
-        raise TrainingFailed(Problem(first, "The training diverged: lower optimizer.learning_rate."))
+        raise TrainingFailed(
+            Problem("weights_too_large", first, "The training diverged: lower optimizer.learning_rate.")
+        )
     return result
 
 
@@ -248,7 +250,7 @@ def check_keys(weights: AdapterWeights, module_shapes: Mapping[str, tuple[int, .
         if shape is None:
             near = nearest(name, module_shapes) if len(module_shapes) < 20 else ""
             fix = f"Was it trained on another kind of model? {near}".strip()
-            problems.append(Problem(f"{name} is no module of the model.", fix))
+            problems.append(Problem("lora_of_other_model", f"{name} is no module of the model.", fix))
             continue
         ours = pair.weight_shape
         # Factors may not tell the kernel, or anything but the outputs.
@@ -256,7 +258,9 @@ def check_keys(weights: AdapterWeights, module_shapes: Mapping[str, tuple[int, .
         if ours not in map(tuple, like):
             problems.append(
                 Problem(
-                    f"{name} is {list(ours)} in the LoRA and {list(shape)} in the model.", "Use its own base model."
+                    "lora_of_other_model",
+                    f"{name} is {list(ours)} in the LoRA and {list(shape)} in the model.",
+                    "Use its own base model.",
                 )
             )
     return problems

@@ -455,7 +455,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     config = document["config"]
     processes = [each for each in config["process"] if isinstance(each, Mapping)]
     if not processes:
-        reading.problems.append(Problem(f"{path}: config.process has no process.", "Add one."))
+        reading.problems.append(Problem("config_incomplete", f"{path}: config.process has no process.", "Add one."))
         return reading
     process = dict(processes[0])
     for each in processes[1:]:

@@ -55,12 +55,14 @@ def data_file_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     document = read_document(path)
     if not is_kohya_dataset(document):
         message = f"{path} is not a kohya dataset TOML: it has no [[datasets]]."
-        raise UsageError(Problem(message, f"Settings of lora-trainer need --config {path}."))
+        raise UsageError(Problem("config_incomplete", message, f"Settings of lora-trainer need --config {path}."))
     reading = dataset_reading(path, document, defaults=False)
     for line in reading.lines:
         if line.verdict == "unknown":
             fix = nearest(line.key.rpartition(".")[2], RULES)
-            reading.problems.append(Problem(f"{path}: {line.key} is not a key of a dataset TOML.", fix))
+            reading.problems.append(
+                Problem("unknown_setting", f"{path}: {line.key} is not a key of a dataset TOML.", fix)
+            )
         elif line.verdict == "changed" or line.why == LEFT_OUT:
             value = "" if line.value is None else f" = {shown(line.value)}"
             notes.append(f"{path}: {line.key}{value}: {line.why}")

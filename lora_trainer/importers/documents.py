@@ -33,13 +33,15 @@ def read_document(path: Path) -> Any:
     """
     text = _text(path)
     if not text.strip():
-        raise UsageError(Problem(f"{path} is empty.", "Name a config of another trainer."))
+        raise UsageError(Problem("config_empty", f"{path} is empty.", "Name a config of another trainer."))
     complaints: dict[str, str] = {}
     for kind, parse in _PARSERS.items():
         try:
             value = parse(text)
         except UsageError as error:
-            raise UsageError(Problem(f"{path}: {error.problems[0].message}", error.problems[0].fix)) from None
+            raise UsageError(
+                Problem(error.problems[0].code, f"{path}: {error.problems[0].message}", error.problems[0].fix)
+            ) from None
         except RecursionError:
             complaints[kind] = "it is nested too deeply"
         except (ValueError, yaml.YAMLError) as error:
@@ -49,27 +51,33 @@ def read_document(path: Path) -> Any:
                 return value
     kind = _ENDINGS.get(path.suffix.lower(), "JSON" if text.lstrip()[0] == "{" else "TOML" if "=" in text else "YAML")
     message = f"{path} is not valid {kind}: {complaints.get(kind, 'it has no settings')}."
-    raise UsageError(Problem(message, "Correct or copy the file again; TOML, JSON, YAML and shell commands are read."))
+    raise UsageError(
+        Problem(
+            "config_not_valid", message, "Correct or copy the file again; TOML, JSON, YAML and shell commands are read."
+        )
+    )
 
 
 def _text(path: Path) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(Problem(f"{path} is not a file.", "Name the config's file."))
+            raise UsageError(Problem("not_a_file", f"{path} is not a file.", "Name the config's file."))
         refuse_large(path, status.st_size)
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(Problem(f"{path} does not exist.", "Check the path.")) from None
+        raise UsageError(Problem("file_missing", f"{path} does not exist.", "Check the path.")) from None
     except OSError as error:
-        raise UsageError(Problem(f"{path} cannot be read: {error.strerror}.", "Check its permissions.")) from None
+        raise UsageError(
+            Problem("file_unreadable", f"{path} cannot be read: {error.strerror}.", "Check its permissions.")
+        ) from None
     try:
         text = decode(data)
     except TextError as error:
         fix = "Name the config, not the weights. If it is the config, save it as UTF-8."
-        raise UsageError(Problem(f"{path} {error}.", fix)) from None
+        raise UsageError(Problem("file_unreadable", f"{path} {error}.", fix)) from None
     if "\0" in text:
-        raise UsageError(Problem(f"{path} is not text.", "Name the config, not the weights."))
+        raise UsageError(Problem("file_not_text", f"{path} is not text.", "Name the config, not the weights."))
     return text
 
 
@@ -130,11 +138,13 @@ def _yaml(text: str) -> Any:
             return None
         if _values(node, {}, set()) > MOST_VALUES:
             message = f"it grows to more than {MOST_VALUES:,} values when its aliases are followed."
-            raise UsageError(Problem(message, "Write the values out."))
+            raise UsageError(Problem("config_too_large", message, "Write the values out."))
         return loader.construct_document(node)
     except yaml.constructor.ConstructorError as error:
         problem = " ".join(str(error.problem or error).split())
-        raise UsageError(Problem(f"{problem}.", "Only plain values are read; remove the tag.")) from None
+        raise UsageError(
+            Problem("config_not_valid", f"{problem}.", "Only plain values are read; remove the tag.")
+        ) from None
     finally:
         loader.dispose()
 

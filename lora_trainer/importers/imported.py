@@ -165,9 +165,9 @@ def import_file(path: Path) -> Imported:
         return finished(kind.name, path, kind.read(path, document))
     if isinstance(document, Mapping) and sum(key in section_types() for key in document) > len(document) / 2:
         message = f"{path} is already a config of lora-trainer."
-        raise UsageError(Problem(message, f"Use it as it is: lora-trainer train --config {path}"))
+        raise UsageError(Problem("config_is_ours", message, f"Use it as it is: lora-trainer train --config {path}"))
     known = ", ".join(kind.name for kind in FORMATS)
-    raise UsageError(Problem(f"{path} is not a config that can be imported.", f"Known: {known}."))
+    raise UsageError(Problem("config_unknown", f"{path} is not a config that can be imported.", f"Known: {known}."))
 
 
 def format_of(document: Any) -> Format | None:

@@ -204,7 +204,13 @@ def add_dataset(reading: Reading, keys: Mapping[str, Any]) -> None:
     try:
         document = read_document(path)
         if not is_kohya_dataset(document):
-            raise UsageError(Problem(f"{path}, named by dataset_config, has no [[datasets]].", "Name a dataset TOML."))
+            raise UsageError(
+                Problem(
+                    "config_incomplete",
+                    f"{path}, named by dataset_config, has no [[datasets]].",
+                    "Name a dataset TOML.",
+                )
+            )
     except UsageError as error:
         reading.problems.extend(error.problems)
         return

@@ -182,6 +182,7 @@ def dataset_reading(
         if not reading.problems:
             reading.problems.append(
                 Problem(
+                    "config_incomplete",
                     f"{path} names no images.",
                     "Set image_directory in [[datasets]]."
                     if is_musubi
@@ -214,9 +215,13 @@ def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, An
     path, general, datasets = reading.path, document.get("general", {}), document.get("datasets", [])
     if wrong := [key for key in document if key not in ("general", "datasets")]:
         message = f"{path}: {', '.join(wrong)} is not part of a dataset TOML."
-        reading.problems.append(Problem(message, "Keys belong in [general], [[datasets]] or [[datasets.subsets]]."))
+        reading.problems.append(
+            Problem("unknown_setting", message, "Keys belong in [general], [[datasets]] or [[datasets.subsets]].")
+        )
     if not isinstance(general, dict) or not all(isinstance(data, dict) for data in datasets):
-        reading.problems.append(Problem(f"{path}: [general] and [[datasets]] are tables.", "Write them as tables."))
+        reading.problems.append(
+            Problem("config_not_valid", f"{path}: [general] and [[datasets]] are tables.", "Write them as tables.")
+        )
         return {}, []
     kept: list[dict[str, Any]] = []
     without: list[Any] = [{}] if musubi_dataset.is_musubi(datasets) else []  # a dataset of musubi-tuner is one subset
@@ -224,7 +229,9 @@ def _levels(reading: Reading, document: Mapping[str, Any]) -> tuple[dict[str, An
         subsets = data.get("subsets", without)
         if not isinstance(subsets, list) or not all(isinstance(each, dict) for each in subsets):
             message = f"{path}: datasets[{index}].subsets is not a list of tables."
-            reading.problems.append(Problem(message, "Write [[datasets.subsets]] above each of them."))
+            reading.problems.append(
+                Problem("config_not_valid", message, "Write [[datasets.subsets]] above each of them.")
+            )
             subsets = []
         kept.append({**data, "subsets": subsets})
     return general, kept
@@ -253,10 +260,10 @@ def _subsets(
             _lines(reading, where, subset, keys, [])
             if any(not is_empty(keys.get(key)) for key in musubi_dataset.VIDEOS):
                 message = f"{reading.path}: datasets[{index}] is of videos, which are not trained."
-                reading.problems.append(Problem(message, "Remove it, and name images only."))
+                reading.problems.append(Problem("videos_not_trained", message, "Remove it, and name images only."))
             elif all(is_empty(keys.get(key)) for key in ("image_dir", "metadata_file", *musubi_dataset.IMAGES)):
                 message = f"{reading.path}: {where} has no image_dir."
-                reading.problems.append(Problem(message, "Name the folder of its images."))
+                reading.problems.append(Problem("config_incomplete", message, "Name the folder of its images."))
             else:
                 found.append(Subset(index, keys))
     return found

@@ -261,7 +261,11 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
         file = found_upwards(path.parent, named if named.endswith(".toml") else f"{named}.toml")
         try:
             if file is None:
-                raise UsageError(Problem(f"{path} names the config_file {named}, which is not there.", "Copy it too."))
+                raise UsageError(
+                    Problem(
+                        "file_missing", f"{path} names the config_file {named}, which is not there.", "Copy it too."
+                    )
+                )
             beneath = read_document(file)
         except UsageError as error:
             reading.problems.extend(error.problems)
@@ -271,7 +275,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     if script in NOT_TRAINED:
         message = f"{path} trains {NOT_TRAINED[script]}, which is not trained here."
         fix = "Of musubi-tuner's models FLUX.1 Kontext, FLUX.2 klein, Krea 2, Qwen-Image, Qwen-Image-Edit and Z-Image are."
-        reading.problems.append(Problem(message, fix))
+        reading.problems.append(Problem("not_trained_here", message, fix))
         return reading
     family, is_file = FAMILIES.get(script, ""), str(keys.get("dit")).lower().endswith(".safetensors")
     version = VERSIONS.get(family)

@@ -104,7 +104,7 @@ class Reading:
             took = rule.read(value, around)
         except ValueError as error:
             message = f"{self.path}: {key} = {shown(value)} is not {error}."
-            self.problems.append(Problem(message, "Correct it in that file, or remove it."))
+            self.problems.append(Problem("setting_invalid", message, "Correct it in that file, or remove it."))
             return
         verdict = took.verdict or rule.verdict
         why = took.why or ("" if verdict == "mapped" else rule.why)

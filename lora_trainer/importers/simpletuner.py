@@ -498,7 +498,11 @@ def add_backends_of_file(reading: Reading, named: str, keys: Mapping[str, Any]) 
     try:
         listed = read_document(backends)
         if not is_backends(listed):
-            raise UsageError(Problem(f"{backends} lists no datasets.", "Name the file with data_backend_config."))
+            raise UsageError(
+                Problem(
+                    "config_incomplete", f"{backends} lists no datasets.", "Name the file with data_backend_config."
+                )
+            )
     except UsageError as error:
         reading.problems.extend(error.problems)
     else:

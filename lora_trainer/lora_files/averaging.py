@@ -29,10 +29,16 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     """First and last step of `500..2000`, `500..` or `..2000`. Raises UsageError."""
     match = STEPS.fullmatch(text)
     if match is None or not any(match.groups()):
-        raise UsageError(Problem(f"--steps {text} is no range of steps.", "For example --steps 500..2000, or 500.. ."))
+        raise UsageError(
+            Problem(
+                "steps_invalid", f"--steps {text} is no range of steps.", "For example --steps 500..2000, or 500.. ."
+            )
+        )
     first, last = int(match[1] or 0), int(match[2]) if match[2] else None
     if last is not None and last < first:
-        raise UsageError(Problem(f"--steps {text} ends before it begins.", f"Try --steps {last}..{first}."))
+        raise UsageError(
+            Problem("steps_invalid", f"--steps {text} ends before it begins.", f"Try --steps {last}..{first}.")
+        )
     return first, last
 
 
@@ -45,7 +51,7 @@ def checkpoints_in(folder: Path, first: int = 0, last: int | None = None) -> lis
         steps = ", ".join(str(step_of(path)) for path in every) or "none"
         message = f"{place} holds {counted(len(found), 'checkpoint')} to average (all steps: {steps})."
         narrowed = ", or widen --steps" if len(every) > len(found) else ""
-        raise UsageError(Problem(message, f"Keep more with checkpoint.keep_last{narrowed}."))
+        raise UsageError(Problem("too_few_checkpoints", message, f"Keep more with checkpoint.keep_last{narrowed}."))
     return found
 
 
@@ -66,7 +72,7 @@ def average_of_checkpoints(paths: Sequence[Path], weights: Sequence[float]) -> d
             name: each.shape for name, each in total.items()
         }:
             message = f"{path} has other trained parameters than {paths[0].name}."
-            problems.append(Problem(message, "Average the checkpoints of one run with one rank."))
+            problems.append(Problem("checkpoints_differ", message, "Average the checkpoints of one run with one rank."))
             continue
         for name, each in found.items():
             share = each.double().mul_(weight / sum(weights))

@@ -46,7 +46,11 @@ def read_base(path: Path, flag: str) -> BaseLayers:
     """A base model's layers, by headers alone. Raises UsageError for what is none; `flag` is how the user named it."""
     if not path.exists():
         raise UsageError(
-            Problem(f"{flag}: there is no model at {path}.", "Name a .safetensors file or a diffusers folder.")
+            Problem(
+                "model_missing",
+                f"{flag}: there is no model at {path}.",
+                "Name a .safetensors file or a diffusers folder.",
+            )
         )
     if path.is_dir():
         family = detect_family(path, flag)
@@ -85,11 +89,17 @@ def misfits_of(name: str, weights: AdapterWeights, base: BaseLayers) -> list[Pro
     family = FAMILIES[base.family]
     if weights.family not in (None, base.family, family.lora_files.like):
         message = f"{name} was trained on another model family: {weights.family}; {base.path.name} is {base.family}."
-        return [Problem(message, "Name a base model of its family.")]
+        return [Problem("lora_of_other_family", message, "Name a base model of its family.")]
     others = sorted({module.partition(".")[0] for module in weights.modules} - base.components)
     if others:
         message = f"{name} changes {', '.join(others)}, which {base.path.name} does not hold."
-        return [Problem(message, "Name a base model that holds them: a whole checkpoint, or a diffusers folder.")]
+        return [
+            Problem(
+                "lora_of_other_model",
+                message,
+                "Name a base model that holds them: a whole checkpoint, or a diffusers folder.",
+            )
+        ]
     problems = check_keys(weights, base.shapes)
     if not problems:
         return []
@@ -97,7 +107,11 @@ def misfits_of(name: str, weights: AdapterWeights, base: BaseLayers) -> list[Pro
     more = f" and {counted(len(problems) - SHOWN, 'more layer')}" if len(problems) > SHOWN else ""
     listed = " ".join(problem.message for problem in shown)
     message = f"{base.path.name} is no base model of {name}: {listed}{more and ' (' + more.strip() + ')'}"
-    return [Problem(message, "Name the base model that it was trained on, or one of the same layers.")]
+    return [
+        Problem(
+            "lora_of_other_model", message, "Name the base model that it was trained on, or one of the same layers."
+        )
+    ]
 
 
 def refuse_unwritable(base: BaseLayers, modules: Sequence[str]) -> list[Problem]:
@@ -106,9 +120,17 @@ def refuse_unwritable(base: BaseLayers, modules: Sequence[str]) -> list[Problem]
         message = (
             f"{base.path.name} is a GGUF file, whose blocks a changed weight would have to be quantized into again."
         )
-        return [Problem(message, "Name the checkpoint that it was made from, in fp16, bf16 or fp32.")]
+        return [
+            Problem("base_is_quantized", message, "Name the checkpoint that it was made from, in fp16, bf16 or fp32.")
+        ]
     packed = [name for name in modules if name in base.weights and base.weights[name].scaled is not None]
     if packed:
         message = f"{base.path.name} stores {counted(len(packed), 'layer')} of the LoRA in 8 bits with scales ({some(packed)})."
-        return [Problem(message, "Name the checkpoint in fp16, bf16 or fp32: 8 bits would round most of a LoRA away.")]
+        return [
+            Problem(
+                "base_is_quantized",
+                message,
+                "Name the checkpoint in fp16, bf16 or fp32: 8 bits would round most of a LoRA away.",
+            )
+        ]
     return []

@@ -76,16 +76,18 @@ def average_of_parameters(
         both = set(first.modules) & set(state.modules)
         if state.metadata.get(DORA_OVER) == OF_BASE:
             message = f"{name} is a DoRA rewritten for ComfyUI, whose magnitudes were not trained."
-            problems.append(Problem(message, "Average the files that it was converted from."))
+            problems.append(Problem("no_magnitudes", message, "Average the files that it was converted from."))
         if others := sorted(set(first.modules) ^ set(state.modules)):
             message = f"{name} and {names[0]} have different layers ({some(others)})."
-            problems.append(Problem(message, "Name states of one run, or average updates (--of updates)."))
+            problems.append(
+                Problem("layers_differ", message, "Name states of one run, or average updates (--of updates).")
+            )
         if unlike := [
             each for each in sorted(both) if not have_same_parameters(first.modules[each], state.modules[each])
         ]:
             what = f"different kinds, ranks or alphas in {counted(len(unlike), 'layer')} ({some(unlike)})"
             fix = "Name states of one run, or average updates (--of updates)."
-            problems.append(Problem(f"{name} and {names[0]} have {what}.", fix))
+            problems.append(Problem("layers_differ", f"{name} and {names[0]} have {what}.", fix))
     if problems:
         raise UsageError(problems)
     shares = [weight / sum(weights) for weight in weights]
@@ -129,5 +131,5 @@ def cast_for_storage(combined: Combined, dtype: torch.dtype, *, one_alpha: bool)
     weights = replace(combined.weights, modules=modules)
     if bad := weights.not_finite():
         message = f"{counted(len(bad), 'module')} of the result would not be finite in {str(dtype).removeprefix('torch.')} ({some(bad)})."
-        raise UsageError(Problem(message, "Add --dtype bf16 or fp32, or use smaller weights."))
+        raise UsageError(Problem("weights_too_large", message, "Add --dtype bf16 or fp32, or use smaller weights."))
     return replace(combined, weights=weights, layers=tuple(layers))

@@ -84,7 +84,9 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
         size += 1
         norm = float(change.double().norm())
         if not math.isfinite(norm):
-            raise UsageError(Problem(f"{name} holds NaN or infinity in one of the models.", "Copy it again."))
+            raise UsageError(
+                Problem("model_not_finite", f"{name} holds NaN or infinity in one of the models.", "Copy it again.")
+            )
         if norm == 0.0:
             continue
         if how.kind == LORA:
@@ -101,7 +103,7 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
         fix = "Name the model before and the model after its training."
         if rest:
             message, fix = f"{message} They differ in {rest}.", "A LoRA holds changes of layers alone."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("models_differ_elsewhere", message, fix))
     components = tuple(sorted(one.components & other.components))
     left = sorted(one.components ^ other.components)
     notes = [f"not compared: {', '.join(left)}, which only one of the models holds"] if left else []
@@ -114,10 +116,16 @@ def extraction_problems(how: Extraction) -> list[Problem]:
     """Why a kind of adapter cannot be extracted so."""
     if how.kind in NOT_EXTRACTED:
         kinds = ", ".join((LORA, *NEAREST))
-        return [Problem(f"--type {how.kind} cannot be extracted: {NOT_EXTRACTED[how.kind]}.", f"One of: {kinds}.")]
+        return [
+            Problem(
+                "kind_not_extracted",
+                f"--type {how.kind} cannot be extracted: {NOT_EXTRACTED[how.kind]}.",
+                f"One of: {kinds}.",
+            )
+        ]
     flags = {"--frobenius": how.frobenius, "--clamp-quantile": how.clamp_quantile}
     return [
-        Problem(f"{flag} is for --type lora.", f"Remove {flag}.")
+        Problem("flag_has_no_effect", f"{flag} is for --type lora.", f"Remove {flag}.")
         for flag, value in flags.items()
         if how.kind != LORA and value is not None
     ]
@@ -127,13 +135,13 @@ def _unlike(one: BaseLayers, other: BaseLayers) -> Iterator[Problem]:
     """Why two models cannot be compared."""
     if one.family != other.family:
         message = f"{one.path.name} is a model of {one.family}, and {other.path.name} of {other.family}."
-        yield Problem(message, "Name two models of one family.")
+        yield Problem("models_of_two_families", message, "Name two models of one family.")
         return
     both = one.components & other.components
     names = {name for name in {*one.shapes, *other.shapes} if name.partition(".")[0] in both}
     if lacking := sorted(name for name in names if name not in one.shapes or name not in other.shapes):
         message = f"{one.path.name} and {other.path.name} do not have the same layers: {some(lacking)}."
-        yield Problem(message, "Name a model and what was trained from it.")
+        yield Problem("layers_differ", message, "Name a model and what was trained from it.")
     unlike = sorted(name for name in names - set(lacking) if one.shapes[name] != other.shapes[name])
     if unlike:
         first = unlike[0]
@@ -141,7 +149,7 @@ def _unlike(one: BaseLayers, other: BaseLayers) -> Iterator[Problem]:
             f"{counted(len(unlike), 'layer')} of {one.path.name} and {other.path.name} have two sizes: "
             f"{first} is {list(one.shapes[first])} and {list(other.shapes[first])}."
         )
-        yield Problem(message, "Name a model and what was trained from it.")
+        yield Problem("layers_differ", message, "Name a model and what was trained from it.")
 
 
 def _changes(

@@ -191,7 +191,9 @@ def _new_folder(target: Path) -> Iterator[Path]:
 def _refuse_broken(merging: Merging) -> None:
     if merging.broken:
         message = f"{counted(len(merging.broken), 'layer')} would not be finite in the base model's type (first: {merging.broken[0]})."
-        raise UsageError(Problem(message, "Use a smaller weight, or a base model in bf16 or fp32."))
+        raise UsageError(
+            Problem("weights_too_large", message, "Use a smaller weight, or a base model in bf16 or fp32.")
+        )
 
 
 def _refuse_full_disk(base: Path, target: Path) -> None:
@@ -199,7 +201,7 @@ def _refuse_full_disk(base: Path, target: Path) -> None:
     needed = sum(path.stat().st_size for path in (_files_of(base) if base.is_dir() else [base])) + ROOM
     if 0 < (free := free_bytes(target.parent)) < needed:
         message = f"{target} needs {size_words(needed)}, and its disk has {size_words(free)} free."
-        raise UsageError(Problem(message, "Make room, or name a folder on another disk."))
+        raise UsageError(Problem("disk_full", message, "Make room, or name a folder on another disk."))
 
 
 def _notes(base: BaseLayers, merging: Merging, inputs: Sequence[LoraInput]) -> Iterator[str]:

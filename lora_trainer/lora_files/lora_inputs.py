@@ -121,7 +121,13 @@ def differences(inputs: Sequence[LoraInput]) -> list[Problem]:
     if len(by_family) > 1 and not set.intersection(*({*kin.split(" or ")} for kin in by_family)):
         listed = "; ".join(f"{some(files)}: {family}" for family, files in by_family.items())
         message = f"The files are for {len(by_family)} families of models ({listed})."
-        return [Problem(message, "Combine files of one family: a layer of one is none of the other.")]
+        return [
+            Problem(
+                "loras_of_several_families",
+                message,
+                "Combine files of one family: a layer of one is none of the other.",
+            )
+        ]
     problems, shapes, tokens = [], dict[str, tuple[Path, tuple[int, ...]]](), dict[str, tuple[Path, torch.Tensor]]()
     for each in inputs:
         unlike = [
@@ -137,12 +143,12 @@ def differences(inputs: Sequence[LoraInput]) -> list[Problem]:
                 f"{each.path.name} has {counted(len(unlike), 'layer')} of other sizes than {path.name}: "
                 f"{unlike[0]} is {list(ours)} and {list(shape)}."
             )
-            problems.append(Problem(message, "Combine files for one base model."))
+            problems.append(Problem("layers_differ", message, "Combine files for one base model."))
         for word, tensor in each.weights.embeddings.items():
             path, other = tokens.setdefault(word, (each.path, tensor))
             if path != each.path and not torch.equal(tensor, other):
                 message = f"{each.path.name} and {path.name} have the learned token {word.partition('.')[0]} with other values."
-                problems.append(Problem(message, "Rename it in one of them, or leave it out."))
+                problems.append(Problem("tokens_differ", message, "Rename it in one of them, or leave it out."))
     return problems
 
 

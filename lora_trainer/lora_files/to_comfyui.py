@@ -49,7 +49,7 @@ def to_comfyui(
     if not named:
         kinds = titles(list(weights.modules.values()))
         message = f"{source.name} is {kinds}, without magnitudes of outputs that ComfyUI computes differently."
-        raise UsageError(Problem(message, "Use it in ComfyUI as it is, or --to kohya."))
+        raise UsageError(Problem("no_magnitudes", message, "Use it in ComfyUI as it is, or --to kohya."))
     layers = read_base(base, "--model")
     if problems := misfits_of(source.name, weights, layers):
         raise UsageError(problems)

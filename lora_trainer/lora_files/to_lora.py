@@ -102,7 +102,9 @@ def _without_weights(file: str, weights: AdapterWeights) -> list[Problem]:
         f"{file} is {titles(list(lacking.values()))} in {counted(len(lacking), 'layer')}, "
         "whose changes depend on the base model's weights."
     )
-    return [Problem(message, "Name the base model: --model BASE, a .safetensors file or a diffusers folder.")]
+    return [
+        Problem("base_needed", message, "Name the base model: --model BASE, a .safetensors file or a diffusers folder.")
+    ]
 
 
 def _without_shapes(file: str, weights: AdapterWeights, shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
@@ -115,4 +117,8 @@ def _without_shapes(file: str, weights: AdapterWeights, shapes: Mapping[str, tup
     if not unknown:
         return []
     message = f"{file} does not tell the shapes of {counted(len(unknown), 'layer')} ({some(unknown)})."
-    return [Problem(message, "Name the base model: --model BASE, a .safetensors file or a diffusers folder.")]
+    return [
+        Problem(
+            "shapes_unknown", message, "Name the base model: --model BASE, a .safetensors file or a diffusers folder."
+        )
+    ]

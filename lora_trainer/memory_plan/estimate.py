@@ -412,7 +412,7 @@ def _why_not(demand: Demand, precision: str) -> str:
 def refuse_what_does_not_fit(demand: Demand, fit: MemoryPlan) -> None:
     """Raise UsageError with both numbers and the settings that would fit."""
     if not fit.fits:
-        raise UsageError(Problem(shortage(demand, fit), " ".join(what_would_fit(demand))))
+        raise UsageError(Problem("does_not_fit", shortage(demand, fit), " ".join(what_would_fit(demand))))
 
 
 def shortage(demand: Demand, fit: MemoryPlan) -> str:

@@ -52,7 +52,7 @@ def base_note(base_bytes: int, processes: int, total: int, available: int) -> st
     needs = f"Without a GPU the base model alone needs {base_bytes / GIB:.1f} GiB of host memory{each}"
     if processes * base_bytes > total:
         fix = "Use a GPU, a smaller model, or --set memory.weight_dtype=bf16 (int8 takes half of that)."
-        raise UsageError(Problem(f"{needs}; this system has {total / GIB:.1f}.", fix))
+        raise UsageError(Problem("host_memory_too_small", f"{needs}; this system has {total / GIB:.1f}.", fix))
     return (
         None
         if processes * base_bytes <= available
@@ -71,7 +71,7 @@ def host_note(host: Host, processes: int, total: int, available: int) -> str:
     if processes * host.least * GIB > total:
         message = f"Swapped blocks need {host.least:.1f} GiB of host memory{each}; this system has {total / GIB:.1f}."
         fix = "Set memory.weight_dtype=nf4 (or fp8), a lower memory.blocks_to_swap, or fewer processes."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("host_memory_too_small", message, fix))
     note = f", up to {host.most:.1f} GiB of host memory{each}"
     if processes * host.most * GIB > available:
         note += f", of which only {available / GIB:.1f} are free: close other programs"

@@ -90,7 +90,7 @@ def describe(folder: Path) -> ModelFacts:
     others = ("controlnet_block_every_n", "img_context_dim_in", "use_crossattn_projection")
     if config["in_channels"] != channels or any(config.get(name) for name in others):
         message = f"{folder} takes more than noisy latents and text: a Cosmos model for videos or control."
-        raise UsageError(Problem(message, "Use Anima's base model."))
+        raise UsageError(Problem("model_unsupported", message, "Use Anima's base model."))
     usual = {"source_dim": 1024, "target_dim": 1024, "min_sequence_length": TOKENS}
     conditioner = usual | read_config(folder, f"{CONDITIONER}/config.json")
     refuse_widths(folder, "text", config["text_embed_dim"], conditioner["target_dim"])
@@ -101,11 +101,11 @@ def describe(folder: Path) -> ModelFacts:
         message = (
             f"{folder / CONDITIONER}: min_sequence_length is {conditioner['min_sequence_length']}, must be {TOKENS}."
         )
-        raise UsageError(Problem(message, "Use the text conditioner that the model came with."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text conditioner that the model came with."))
     patches, sizes = [1, PATCH, PATCH], config["max_size"]
     if config["patch_size"] != patches or not isinstance(sizes, list) or [type(size) for size in sizes] != [int] * 3:
         message = f"{folder}/transformer: patch_size is {str(config['patch_size'])[:40]}, max_size {str(sizes)[:40]}; {patches} and three whole numbers are meant."
-        raise UsageError(Problem(message, COPY))
+        raise UsageError(Problem("model_config_invalid", message, COPY))
     tokens = max(size // patch for size, patch in zip(sizes, patches, strict=True))
     return ModelFacts(
         path=folder,
@@ -125,7 +125,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
     refuse_clip_options("Anima", options)
     if (options.t5_tokens or 0) > TOKENS:
         message = f"text_encoder.max_sequence_length={options.t5_tokens}: Anima reads at most {TOKENS} tokens."
-        raise UsageError(Problem(message, f"Set {TOKENS} or less."))
+        raise UsageError(Problem("captions_too_long", message, f"Set {TOKENS} or less."))
 
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:

@@ -36,7 +36,7 @@ def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
     """
     if (found := vae_class(folder / "vae")) != kind:
         message = f"{folder}/vae is a {found[:80]}, not an {kind}."
-        raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
+        raise UsageError(Problem("vae_unsupported", message, "Name another VAE with model.vae, or another model."))
     path = folder / "vae/config.json"
     depth, size = ("z_dim", "dim_mult") if kind in VIDEOS else ("latent_channels", "block_out_channels")
     vae = read_config(folder, "vae/config.json", (size, *(OF_CHANNELS if kind in VIDEOS else ())))
@@ -47,15 +47,15 @@ def vae_facts(folder: Path, kind: str = USUAL) -> tuple[int, int]:
             right = [each for each in values if isinstance(each, int | float) and least < each < math.inf]
             if not len(values) == len(right) == channels:
                 message = f"{path}: {key} has {len(right)} usable numbers; {channels} are needed, one for each channel."
-                raise UsageError(Problem(message, COPY))
+                raise UsageError(Problem("vae_config_invalid", message, COPY))
     else:
         scale = vae.get("scaling_factor", 1.0)
         if not isinstance(scale, int | float) or not 0 < scale < math.inf:
             message = f"{path}: scaling_factor is {str(scale)[:40]}; a number above 0 is meant."
-            raise UsageError(Problem(message, COPY))
+            raise UsageError(Problem("vae_config_invalid", message, COPY))
         if vae.get("latents_mean") is not None:
             message = f"{path}: latents_mean shifts each channel, which cannot be followed."
-            raise UsageError(Problem(message, "Use a model whose VAE has a scaling_factor only."))
+            raise UsageError(Problem("vae_config_invalid", message, "Use a model whose VAE has a scaling_factor only."))
     return channels, 2 ** (levels(folder / "vae", vae, size) - 1)
 
 
@@ -69,7 +69,7 @@ def levels(folder: Path, config: Mapping[str, Any], key: str = "block_out_channe
     widths = config[key]
     if not isinstance(widths, list) or not 1 <= len(widths) <= MOST_LEVELS:
         message = f"{folder / 'config.json'}: {key} is no list of 1 to {MOST_LEVELS} widths."
-        raise UsageError(Problem(message, COPY))
+        raise UsageError(Problem("vae_config_invalid", message, COPY))
     return len(widths)
 
 
@@ -88,7 +88,7 @@ def load_vae(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     kind = vae_class(folder / "vae")
     if kind not in CHANNELS:
         message = f"{folder}/vae is a {kind[:80]}, not one of {', '.join(CHANNELS)}."
-        raise UsageError(Problem(message, "Name another VAE with model.vae, or another model."))
+        raise UsageError(Problem("vae_unsupported", message, "Name another VAE with model.vae, or another model."))
     return load_frozen(getattr(diffusers, kind), folder / "vae", dtype, device)
 
 
@@ -166,12 +166,14 @@ def latent_statistics(vae: Any) -> Callable[[Tensor], tuple[float, float] | tupl
         scale, shift = float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
         if not (math.isfinite(scale) and scale > 0):
             message = f"The VAE's scaling_factor is {scale}, which makes nothing of every image."
-            raise UsageError(Problem(message, COPY))
+            raise UsageError(Problem("vae_config_invalid", message, COPY))
         if not math.isfinite(shift):
-            raise UsageError(Problem(f"The VAE's shift_factor is {shift}.", COPY))
+            raise UsageError(Problem("vae_config_invalid", f"The VAE's shift_factor is {shift}.", COPY))
         return lambda latents: (shift, scale)
     if not bool(means.isfinite().all() and scales.isfinite().all()):
-        raise UsageError(Problem("The VAE's statistics of its latents have numbers that are not finite.", COPY))
+        raise UsageError(
+            Problem("vae_not_finite", "The VAE's statistics of its latents have numbers that are not finite.", COPY)
+        )
 
     def repeated(latents: Tensor) -> tuple[Tensor, Tensor]:
         times = (1, latents.shape[-2] // means.shape[-2], latents.shape[-1] // means.shape[-1])

@@ -31,7 +31,9 @@ def with_loras(family: Family, loras: Mapping[str, float]) -> Family:
     """
     found = tuple(sorted((str(Path(path).expanduser()), weight) for path, weight in loras.items()))
     if missing := [path for path, _ in found if not Path(path).is_file()]:
-        raise UsageError([Problem(f"model.loras: there is no file {path}.", "Check the path.") for path in missing])
+        raise UsageError(
+            [Problem("lora_missing", f"model.loras: there is no file {path}.", "Check the path.") for path in missing]
+        )
     if not found:
         return family
     return replace(

@@ -44,7 +44,7 @@ def load_captioner(folder: Path, device: torch.device, *, threshold: float = 0.3
     Raises UsageError for a folder that holds no such model, or only pickles of one.
     """
     if not folder.is_dir():
-        raise UsageError(Problem(f"There is no model folder at {folder}.", EXPECTED))
+        raise UsageError(Problem("model_missing", f"There is no model folder at {folder}.", EXPECTED))
     config = read_config(folder, "config.json", expected=EXPECTED)
     stored_numbers = check_part(folder)
     architectures = [str(name) for name in config.get("architectures") or ()]
@@ -64,10 +64,16 @@ def _writer(
     kind = str(config.get("model_type"))
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         fix = "Name a captioner (BLIP, GIT, …) or an image classifier with many labels."
-        raise UsageError(Problem(f"{folder} holds a {kind} model, which describes no images.", fix))
+        raise UsageError(
+            Problem("captioner_unsupported", f"{folder} holds a {kind} model, which describes no images.", fix)
+        )
     if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
         message = f"{folder} holds a {kind} model that answers in a conversation."
-        raise UsageError(Problem(message, "Name one that describes an image by itself, such as BLIP or GIT."))
+        raise UsageError(
+            Problem(
+                "captioner_unsupported", message, "Name one that describes an image by itself, such as BLIP or GIT."
+            )
+        )
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
     tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     model = load_pretrained(AutoModelForImageTextToText, folder, device, stored_numbers)
@@ -115,8 +121,12 @@ def _labels(folder: Path, named: dict[int, str]) -> list[str]:
             rows = list(csv.DictReader(file))
         if len(rows) != len(names) or any("name" not in row for row in rows):
             message = f"{path} names {len(rows)} labels; the model has {len(names)}."
-            raise UsageError(Problem(message, "Copy both from the same place."))
+            raise UsageError(Problem("captioner_invalid", message, "Copy both from the same place."))
         names = ["" if row.get("category") == RATING else str(row["name"]) for row in rows]
     elif all(NAMELESS.fullmatch(name) for name in names):
-        raise UsageError(Problem(f"{folder} has {len(names)} labels without names.", f"Put its {TAGS} beside it."))
+        raise UsageError(
+            Problem(
+                "captioner_invalid", f"{folder} has {len(names)} labels without names.", f"Put its {TAGS} beside it."
+            )
+        )
     return [name.replace("_", " ") if len(name) > 3 else name for name in names]  # `^_^` stays

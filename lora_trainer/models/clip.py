@@ -59,7 +59,7 @@ def check_clip(folder: Path, names: Sequence[str], options: TextOptions, *, t5: 
         if options.clip_skip is not None and isinstance(layers, int) and options.clip_skip > layers:
             message = f"text_encoder.clip_skip={options.clip_skip}: {name} of {folder} has {counted(layers, 'layer')}."
             highest = f"{layers} or lower" if layers > 1 else "1"
-            problems.append(Problem(message, f"Set it to {highest}, or remove it."))
+            problems.append(Problem("clip_skip_too_large", message, f"Set it to {highest}, or remove it."))
     if not t5:
         problems += refuse_t5(options)
     if problems:
@@ -72,6 +72,8 @@ def refuse_t5(options: TextOptions) -> list[Problem]:
         return []
     return [
         Problem(
-            f"text_encoder.max_sequence_length={options.t5_tokens}: the model has no T5 text encoder.", "Remove it."
+            "no_t5",
+            f"text_encoder.max_sequence_length={options.t5_tokens}: the model has no T5 text encoder.",
+            "Remove it.",
         )
     ]

@@ -121,14 +121,22 @@ PLAIN = TextOptions()
 
 def refuse_options(folder: Path, options: TextOptions) -> None:
     """For families without text options. Raises UsageError for any."""
-    raise UsageError(Problem(f"{folder} reads captions in one way only.", "Remove the settings of [text_encoder]."))
+    raise UsageError(
+        Problem(
+            "setting_not_for_model",
+            f"{folder} reads captions in one way only.",
+            "Remove the settings of [text_encoder].",
+        )
+    )
 
 
 def refuse_clip_options(model: str, options: TextOptions) -> None:
     """Raise UsageError for CLIP's options: the model, `Z-Image`, has no CLIP."""
     rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
-        Problem(f"text_encoder.{name}={value}: {model} has no CLIP text encoder.", "Remove it.")
+        Problem(
+            "setting_not_for_model", f"text_encoder.{name}={value}: {model} has no CLIP text encoder.", "Remove it."
+        )
         for name, value in rejected.items()
         if value is not None
     ]
@@ -433,13 +441,17 @@ class Family:
             message = f"text_encoder.learning_rates holds {counted(len(rates), 'rate')}, and of the text encoders of {self.name} "
             if not names:
                 why = "none can be trained: no LoRA is trained on a language model, where diffusers reads none."
-                raise UsageError(Problem(message + why, "Leave text_encoder.learning_rates empty."))
+                raise UsageError(
+                    Problem("model_unsupported", message + why, "Leave text_encoder.learning_rates empty.")
+                )
             from lora_trainer.config.toml import shown
 
             fix = f"Set at most {counted(len(names), 'rate')}: --set 'text_encoder.learning_rates={shown(rates[: len(names)])}'"
-            raise UsageError(Problem(f"{message}these can be trained: {', '.join(names)}.", fix))
+            raise UsageError(Problem("model_unsupported", f"{message}these can be trained: {', '.join(names)}.", fix))
         trained = {name: rate for name, rate in zip(names, rates, strict=False) if rate}
         if skipped := [name for name in trained if name in self.text.options.without]:
             message = f"text_encoder.learning_rates has a rate for {skipped[0]}, which model.without_t5 skips."
-            raise UsageError(Problem(message, "Set its rate to 0, or remove model.without_t5."))
+            raise UsageError(
+                Problem("rate_of_skipped_encoder", message, "Set its rate to 0, or remove model.without_t5.")
+            )
         return trained

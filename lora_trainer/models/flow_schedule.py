@@ -68,25 +68,29 @@ def _problems(config: Mapping[str, Any], path: Path) -> list[Problem]:
     kind = config.get("_class_name")
     if kind != SCHEDULER:
         message = f"{path}: the scheduler is {kind or 'nameless'}; a model of flow matching has {SCHEDULER}."
-        return [Problem(message, "Put back the scheduler that the model came with.")]
+        return [Problem("scheduler_unsupported", message, "Put back the scheduler that the model came with.")]
     problems = [
-        Problem(f"{path}: {key} is {config[key]!r}, which is not supported.", "Remove it.")
+        Problem("scheduler_unsupported", f"{path}: {key} is {config[key]!r}, which is not supported.", "Remove it.")
         for key in OTHER_TIMES
         if config.get(key)
     ]
     if config.get("time_shift_type", "exponential") != "exponential":
         message = f"{path}: time_shift_type is {config['time_shift_type']!r}; exponential can be followed."
-        problems.append(Problem(message, "Remove it."))
+        problems.append(Problem("scheduler_unsupported", message, "Remove it."))
     for key, least in (("shift", 0.0), ("base_shift", -LARGEST_SHIFT), ("max_shift", -LARGEST_SHIFT)):
         value = config.get(key, 1.0)
         if not isinstance(value, int | float) or not least < value <= LARGEST_SHIFT:
             message = f"{path}: {key} is {value!r}; above {least:g}, up to {LARGEST_SHIFT:g} is meant."
-            problems.append(Problem(message, COPY))
+            problems.append(Problem("scheduler_invalid", message, COPY))
     terminal = config.get("shift_terminal") or 0.0
     if not isinstance(terminal, int | float) or not 0 <= terminal < 1:
-        problems.append(Problem(f"{path}: shift_terminal is {terminal!r}; 0 to below 1 is meant.", COPY))
+        problems.append(
+            Problem("scheduler_invalid", f"{path}: shift_terminal is {terminal!r}; 0 to below 1 is meant.", COPY)
+        )
     if config.get("base_image_seq_len", 256) == config.get("max_image_seq_len", 4096):
-        problems.append(Problem(f"{path}: base_image_seq_len and max_image_seq_len are the same.", COPY))
+        problems.append(
+            Problem("scheduler_invalid", f"{path}: base_image_seq_len and max_image_seq_len are the same.", COPY)
+        )
     return problems
 
 

@@ -202,7 +202,11 @@ def check_text(folder: Path, options: TextOptions) -> None:
     """Only CLIP's summary is used: of its last layer, of one chunk."""
     rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
-        Problem(f"text_encoder.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the text.", "Remove it.")
+        Problem(
+            "setting_not_for_model",
+            f"text_encoder.{name}={value}: FLUX.1 takes only a summary from CLIP; T5 reads the text.",
+            "Remove it.",
+        )
         for name, value in rejected.items()
         if value is not None
     ]

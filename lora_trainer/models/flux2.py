@@ -110,11 +110,13 @@ def describe(folder: Path) -> ModelFacts:
     check_qwen3(folder)
     if config["in_channels"] != PATCH * PATCH * channels or config.get("guidance_embeds"):
         message = f"{folder}: its transformer has other inputs than that of FLUX.2 klein."
-        raise UsageError(Problem(message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights."))
+        raise UsageError(
+            Problem("model_unsupported", message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights.")
+        )
     path, qwen = folder / QWEN / "config.json", read_config(folder, f"{QWEN}/config.json")
     if (layers := whole_number(path, qwen, "num_hidden_layers", 1, MOST_LAYERS)) < STATES[-1]:
         message = f"{folder}/{QWEN} has {layers} layers; the states after {', '.join(map(str, STATES))} are read."
-        raise UsageError(Problem(message, "Use the text encoder that the model came with."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text encoder that the model came with."))
     width = len(STATES) * whole_number(path, qwen, "hidden_size", 1, MOST_WIDTH)
     refuse_widths(folder, "text", config["joint_attention_dim"], width)
     distilled, size = is_distilled(folder), SIZES.get(width, "")

@@ -61,13 +61,13 @@ def read_config(folder: Path, name: str, needs: tuple[str, ...] = (), expected: 
     """A component's JSON config. Raises UsageError when it is absent (`expected` is the fix), damaged or lacks its `needs`."""
     path = folder / name
     if not path.exists():
-        raise UsageError(Problem(f"{path} is missing.", expected))
+        raise UsageError(Problem("file_missing", f"{path} is missing.", expected))
     try:
         value = read_json_object(path, MOST_CONFIG_BYTES)
     except TextError as error:
-        raise UsageError(Problem(f"{path} {error}.", COPY)) from error
+        raise UsageError(Problem("file_unreadable", f"{path} {error}.", COPY)) from error
     if lacking := [key for key in needs if key not in value]:
-        raise UsageError(Problem(f"{path} lacks {', '.join(lacking)}.", COPY))
+        raise UsageError(Problem("model_config_invalid", f"{path} lacks {', '.join(lacking)}.", COPY))
     return value
 
 
@@ -122,7 +122,13 @@ def whole_number(path: Path, config: Mapping[str, Any], key: str, least: int, mo
     value = config.get(key)
     if type(value) is not int or not least <= value <= most:
         shown = repr(value)[:40]
-        raise UsageError(Problem(f"{path}: {key} is {shown}; it must be a whole number from {least} to {most}.", COPY))
+        raise UsageError(
+            Problem(
+                "model_config_invalid",
+                f"{path}: {key} is {shown}; it must be a whole number from {least} to {most}.",
+                COPY,
+            )
+        )
     return value
 
 
@@ -170,7 +176,11 @@ def places_of_weights(folder: Path) -> dict[str, Place]:
         names[file] = _names(folder / file)
     if lacking := sorted(name for name, file in named.items() if name not in names[file]):
         raise UsageError(
-            Problem(f"{folder / named[lacking[0]]} lacks {lacking[0][:80]!r}, which its index names.", COPY)
+            Problem(
+                "model_incomplete",
+                f"{folder / named[lacking[0]]} lacks {lacking[0][:80]!r}, which its index names.",
+                COPY,
+            )
         )
     return {name: Place(folder / file, name) for name, file in named.items()}
 
@@ -189,7 +199,11 @@ def _first_of_weights(folder: Path) -> Path:
     if not found:
         pickles = [path.name for path in folder.glob("*.bin")] if folder.is_dir() else []
         reason = f"holds only {pickles[0]}, a pickle" if pickles else "holds no weights"
-        raise UsageError(Problem(f"{folder} {reason}.", "Only .safetensors weights are loaded; convert the model."))
+        raise UsageError(
+            Problem(
+                "model_unsupported", f"{folder} {reason}.", "Only .safetensors weights are loaded; convert the model."
+            )
+        )
     return found[0]
 
 
@@ -235,7 +249,13 @@ def check_part(folder: Path) -> int:
     elif not (files := sorted(folder.glob("*.safetensors"))) and not _CONFIGS_ALONE.get():
         _first_of_weights(folder)  # raises, naming what is there in place of weights
     if (adapter := folder / "adapter_config.json").exists():
-        raise UsageError(Problem(f"{adapter} would put other weights onto these.", "Delete it, or merge the adapter."))
+        raise UsageError(
+            Problem(
+                "model_has_adapter",
+                f"{adapter} would put other weights onto these.",
+                "Delete it, or merge the adapter.",
+            )
+        )
     for index in folder.glob("*.safetensors.index.json") if weights_are_here(folder) else ():
         _check_index(index, {path.name for path in folder.glob("*.safetensors")})
     for key, value in _entries(read_config(folder, "config.json")):
@@ -267,16 +287,18 @@ def how_quantized(types: Mapping[str, str]) -> str:
 def refuse_quantized(where: Path, types: Mapping[str, str]) -> None:
     """Raise UsageError for tensors that are not the weights themselves."""
     if how := how_quantized(types):
-        raise UsageError(Problem(f"{where} is quantized ({how}).", UNQUANTISED))
+        raise UsageError(Problem("model_is_quantized", f"{where} is quantized ({how}).", UNQUANTISED))
 
 
 def _check_index(index: Path, names: set[str]) -> dict[str, str]:
     """What an index says. Raises UsageError unless it names only files of weights that lie beside it."""
     named = read_config(index.parent, index.name).get("weight_map")
     if not isinstance(named, dict):
-        raise UsageError(Problem(f"{index} lacks weight_map.", COPY))
+        raise UsageError(Problem("model_index_invalid", f"{index} lacks weight_map.", COPY))
     if away := [str(value)[:80] for value in named.values() if not isinstance(value, str) or value not in names]:
-        raise UsageError(Problem(f"{index} names {away[0]!r}, which is no file of weights beside it.", COPY))
+        raise UsageError(
+            Problem("model_index_invalid", f"{index} names {away[0]!r}, which is no file of weights beside it.", COPY)
+        )
     return named
 
 
@@ -284,13 +306,17 @@ def _refuse_entry(path: Path, key: str, value: Any) -> None:
     """Raise UsageError for an entry of a config that asks for code, for files of its own or for what no memory holds."""
     if key in UNTRUSTED and value:
         message = f"{path} has {key}: code or files of its own, which are never used."
-        raise UsageError(Problem(message, "Get the model without it."))
+        raise UsageError(Problem("model_has_code", message, "Get the model without it."))
     if key in ATTENTION and value not in (None, "eager", "sdpa"):
         message = f"{path}: {key} is {value!r}, which may be code from a hub."
-        raise UsageError(Problem(message, "Remove it; hardware.attention_backend chooses."))
+        raise UsageError(Problem("model_has_code", message, "Remove it; hardware.attention_backend chooses."))
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         raise UsageError(
-            Problem(f"{path}: {key} is {value}; no model has more than {LARGEST_NUMBER} of anything.", COPY)
+            Problem(
+                "model_config_invalid",
+                f"{path}: {key} is {value}; no model has more than {LARGEST_NUMBER} of anything.",
+                COPY,
+            )
         )
 
 

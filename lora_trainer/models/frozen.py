@@ -153,7 +153,7 @@ def check_size(build: Callable[[], nn.Module], stored_numbers: int, folder: Path
             return build()
     except _TooLargeError:
         message = f"{folder / 'config.json'} asks for more than {needed:,} weights; the files hold {stored_numbers:,}."
-        raise UsageError(Problem(message, COPY)) from None
+        raise UsageError(Problem("model_config_invalid", message, COPY)) from None
     finally:
         hook.remove()
 
@@ -162,7 +162,13 @@ def refuse_lacking(folder: Path, missing: Iterable[str]) -> None:
     """Raise UsageError when weights were not found in the files."""
     if lacking := sorted(missing):
         first, count = lacking[0], len(lacking)
-        raise UsageError(Problem(f"{_called(folder)} lacks {count} of its weights (first: {first}).", "Copy it again."))
+        raise UsageError(
+            Problem(
+                "model_incomplete",
+                f"{_called(folder)} lacks {count} of its weights (first: {first}).",
+                "Copy it again.",
+            )
+        )
 
 
 def _called(folder: Path) -> str:
@@ -178,4 +184,6 @@ def _as_usage(error: Exception, folder: Path) -> Exception:
     reason = printable(" ".join(str(error).split())[:SHOWN_OF_REASON])
     if is_out_of_memory(error):
         return error
-    return UsageError(Problem(f"{_called(folder)} cannot be loaded: {type(error).__name__}: {reason}.", COPY))
+    return UsageError(
+        Problem("model_not_loaded", f"{_called(folder)} cannot be loaded: {type(error).__name__}: {reason}.", COPY)
+    )

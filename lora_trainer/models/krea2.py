@@ -117,10 +117,10 @@ def describe(folder: Path) -> ModelFacts:
     chosen = index.get("text_encoder_select_layers") or states
     if config["in_channels"] != PATCH * PATCH * channels or index.get("patch_size", PATCH) != PATCH:
         message = f"{folder} takes {config['in_channels']} input channels in place of {PATCH * PATCH * channels}."
-        raise UsageError(Problem(message, "Use the text-to-image base model with its own VAE."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text-to-image base model with its own VAE."))
     if chosen != states or config["num_text_layers"] != len(states):
         message = f"{folder} reads the text encoder's states {str(chosen)[:80]}; {states} can be followed."
-        raise UsageError(Problem(message, "Use the published model with its own text encoder."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the published model with its own text encoder."))
     return ModelFacts(
         path=folder,
         family="krea2",

@@ -144,7 +144,7 @@ def names_for(path: Path, weights: AdapterWeights, family: str | None, numbered:
         if names.denoiser == "unet" and components <= set(names.prefixes) and numbering_fits:
             return names
     message = f"{path.name} does not tell which family of models it is for."
-    raise UsageError(Problem(message, f"Name it: --family {'|'.join(FAMILIES)}."))
+    raise UsageError(Problem("family_unknown", message, f"Name it: --family {'|'.join(FAMILIES)}."))
 
 
 def wrong_family(path: Path, weights: AdapterWeights, family: str | None) -> list[Problem]:
@@ -153,7 +153,7 @@ def wrong_family(path: Path, weights: AdapterWeights, family: str | None) -> lis
     if not family or not found or {family, FAMILIES[family].lora_files.like} & {*found}:
         return []
     message = f"--family is {family}, but {path.name} is for {' or '.join(found)}."
-    return [Problem(message, f"Remove --family, or use a file for {family}.")]
+    return [Problem("family_differs", message, f"Remove --family, or use a file for {family}.")]
 
 
 def families_of(weights: AdapterWeights) -> list[str]:

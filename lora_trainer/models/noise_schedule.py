@@ -71,16 +71,25 @@ def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
     kind = str(config.get("_class_name", ""))
     shape, prediction = config.get("beta_schedule", "scaled_linear"), config.get("prediction_type", "epsilon")
     if kind.startswith(OTHER_PROCESSES):
-        problems.append(Problem(f"{where}: {kind} is not supported.", "Use a model with a DDPM schedule."))
+        problems.append(
+            Problem("scheduler_unsupported", f"{where}: {kind} is not supported.", "Use a model with a DDPM schedule.")
+        )
     if shape not in SHAPES:
-        problems.append(Problem(f"{where}: noise schedule {shape!r}.", f"Supported: {', '.join(SHAPES)}."))
+        problems.append(
+            Problem("scheduler_unsupported", f"{where}: noise schedule {shape!r}.", f"Supported: {', '.join(SHAPES)}.")
+        )
     if prediction not in PREDICTIONS:
         problems.append(
-            Problem(f"{where}: the model predicts {prediction!r}.", f"Supported: {', '.join(PREDICTIONS)}.")
+            Problem(
+                "prediction_unsupported",
+                f"{where}: the model predicts {prediction!r}.",
+                f"Supported: {', '.join(PREDICTIONS)}.",
+            )
         )
     if config.get("rescale_betas_zero_snr") and prediction == "epsilon":
         problems.append(
             Problem(
+                "prediction_impossible",
                 f"{where}: rescale_betas_zero_snr is true and the model predicts epsilon; at the last timestep its "
                 "input is the noise itself, so there is nothing to learn.",
                 "Such models predict velocity: set prediction_type to v_prediction, or rescale_betas_zero_snr to false.",
@@ -90,6 +99,7 @@ def _problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
     if config.get("trained_betas") is not None:
         problems.append(
             Problem(
+                "scheduler_unsupported",
                 f"{where}: trained_betas sets a noise schedule of its own, which is not supported yet.",
                 "Use a model whose schedule is set by beta_start, beta_end and beta_schedule.",
             )
@@ -104,9 +114,15 @@ def _number_problems(config: Mapping[str, Any], where: Path) -> list[Problem]:
     start, end = config.get("beta_start", 0.00085), config.get("beta_end", 0.012)
     problems = []
     if type(steps) is not int or not 2 <= steps <= MOST_STEPS:
-        problems.append(Problem(f"{where}: num_train_timesteps is {steps!r}, must be 2 to {MOST_STEPS}.", copy))
+        problems.append(
+            Problem("scheduler_invalid", f"{where}: num_train_timesteps is {steps!r}, must be 2 to {MOST_STEPS}.", copy)
+        )
     if not all(isinstance(each, int | float) for each in (start, end)) or not 0 < start <= end < 1:
-        problems.append(Problem(f"{where}: betas from {start!r} to {end!r}, must be 0 < start <= end < 1.", copy))
+        problems.append(
+            Problem(
+                "scheduler_invalid", f"{where}: betas from {start!r} to {end!r}, must be 0 < start <= end < 1.", copy
+            )
+        )
     return problems
 
 

@@ -140,7 +140,11 @@ def is_laid_out(folder: Path) -> bool:
         return False
     if not table.resolve().is_relative_to(laid_out_models().resolve()):
         raise UsageError(
-            Problem(f"{table} names weights that lie elsewhere, which is only read from the cache.", "Delete it.")
+            Problem(
+                "weight_table_unsafe",
+                f"{table} names weights that lie elsewhere, which is only read from the cache.",
+                "Delete it.",
+            )
         )
     return True
 
@@ -181,7 +185,9 @@ def read_places(folder: Path) -> dict[str, Place]:
             for name, (number, key, rows, squeezed, transposed, *scaled) in document["weights"].items()
         }
     except (TextError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UsageError(Problem(f"{table} is damaged.", f"Delete {folder.parent}; it is made anew.")) from error
+        raise UsageError(
+            Problem("weight_table_damaged", f"{table} is damaged.", f"Delete {folder.parent}; it is made anew.")
+        ) from error
     if problems := [problem for path, state in listed if (problem := _changed(path, state))]:
         raise UsageError(problems)
     return places
@@ -202,8 +208,12 @@ def _changed(path: Path, state: tuple[int, int]) -> Problem | None:
         if _state(path) == state:
             return None
     except OSError:
-        return Problem(f"{path}, which holds weights of the model, is gone.", "Put it back where it was.")
-    return Problem(f"{path} was changed while it was in use as a model.", "Start the command again.")
+        return Problem(
+            "model_file_missing", f"{path}, which holds weights of the model, is gone.", "Put it back where it was."
+        )
+    return Problem(
+        "model_file_changed", f"{path} was changed while it was in use as a model.", "Start the command again."
+    )
 
 
 def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
@@ -216,14 +226,22 @@ def stored_weights(places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
     for name, place in places.items():
         entry = headers[place.file].get(place.key)
         if entry is None or place.key == METADATA:
-            raise UsageError(Problem(f"{place.file} lacks {place.key[:SHOWN_OF_NAME]!r}.", "Copy it again."))
+            raise UsageError(
+                Problem("model_incomplete", f"{place.file} lacks {place.key[:SHOWN_OF_NAME]!r}.", "Copy it again.")
+            )
         try:
             found[name] = {**entry, "shape": place.shape(entry["shape"])}
         except ValueError as error:
-            raise UsageError(Problem(f"{place.file}: {error}.", "Copy it again.")) from error
+            raise UsageError(Problem("tensor_file_damaged", f"{place.file}: {error}.", "Copy it again.")) from error
         if place.scaled is not None:
             if (scale := headers[place.file].get(place.scaled.key)) is None:
-                raise UsageError(Problem(f"{place.file} lacks {place.scaled.key[:SHOWN_OF_NAME]!r}.", "Copy it again."))
+                raise UsageError(
+                    Problem(
+                        "model_incomplete",
+                        f"{place.file} lacks {place.scaled.key[:SHOWN_OF_NAME]!r}.",
+                        "Copy it again.",
+                    )
+                )
             found[name] |= {"scale_offsets": scale["data_offsets"]}
     return found
 

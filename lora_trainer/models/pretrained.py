@@ -61,6 +61,10 @@ def explaining_folder(folder: Path, architectures: Sequence[Any], expected: str)
         named = str(architectures[0]) if architectures else "a model without a name"
         if "trust_remote_code" in str(error):
             message = f"{folder} ({named}) works only with Python code of its own, which is never run."
-            raise UsageError(Problem(message, "Name a model that transformers knows by itself.")) from error
+            raise UsageError(
+                Problem("model_has_code", message, "Name a model that transformers knows by itself.")
+            ) from error
         reason = " ".join(str(error).split())[:200]
-        raise UsageError(Problem(f"{folder} ({named}) cannot be loaded: {reason}.", expected)) from error
+        raise UsageError(
+            Problem("model_not_loaded", f"{folder} ({named}) cannot be loaded: {reason}.", expected)
+        ) from error

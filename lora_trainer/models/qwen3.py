@@ -27,7 +27,7 @@ def check_qwen3(folder: Path) -> None:
     """Raise UsageError where the tokenizer's file is missing."""
     if not (folder / TOKENIZER / "tokenizer.json").is_file():
         fix = f"Copy the tokenizer of the model, or of Qwen3, to {folder / TOKENIZER}."
-        raise UsageError(Problem(f"{folder / TOKENIZER / 'tokenizer.json'} is missing.", fix))
+        raise UsageError(Problem("file_missing", f"{folder / TOKENIZER / 'tokenizer.json'} is missing.", fix))
 
 
 def crop_layers(model: nn.Module, places: dict[str, Place], layers: int | None = None) -> None:

@@ -114,16 +114,20 @@ def describe(folder: Path) -> ModelFacts:
     if kind in EDITS:
         if not (folder / SETTINGS).is_file():
             message = f"{folder}/{SETTINGS} is missing: the text encoder of an edit model sees the control images."
-            raise UsageError(Problem(message, f"Copy the folder {READER} that the model came with."))
+            raise UsageError(Problem("file_missing", message, f"Copy the folder {READER} that the model came with."))
         read_config(folder, SETTINGS)
         config = {**config, "zero_cond_t": False}
     if other := next((what for key, what in OF_OTHERS.items() if config.get(key)), None):
         raise UsageError(
-            Problem(f"{folder} {other}, which its pipeline ({kind}) does not.", "Use the whole folder of one model.")
+            Problem(
+                "model_config_invalid",
+                f"{folder} {other}, which its pipeline ({kind}) does not.",
+                "Use the whole folder of one model.",
+            )
         )
     if config["in_channels"] != PATCH * PATCH * channels:
         message = f"{folder} takes {config['in_channels']} input channels in place of {PATCH * PATCH * channels}."
-        raise UsageError(Problem(message, "Use the text-to-image base model with its own VAE."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text-to-image base model with its own VAE."))
     refuse_widths(folder, "text", config["joint_attention_dim"], text_config(folder / QWEN).get("hidden_size"))
     return ModelFacts(
         path=folder,
@@ -152,7 +156,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
         message = (
             f"text_encoder.max_sequence_length={options.t5_tokens}: Qwen-Image reads at most {MOST_TOKENS} tokens."
         )
-        raise UsageError(Problem(message, f"Set {MOST_TOKENS} or less."))
+        raise UsageError(Problem("captions_too_long", message, f"Set {MOST_TOKENS} or less."))
 
 
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:

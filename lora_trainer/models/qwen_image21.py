@@ -90,7 +90,7 @@ def describe(folder: Path) -> ModelFacts:
     refuse_widths(folder, "text", config["context_in_dim"], text_config(folder / QWEN).get("hidden_size"))
     if (config["patch_size"], config["in_channels"]) != (1, channels):
         message = f"{folder} takes {config['in_channels']} channels in patches of {config['patch_size']}, in place of {channels} in patches of 1."
-        raise UsageError(Problem(message, "Use the published model with its own VAE."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the published model with its own VAE."))
     sigmas = sample_sigmas(folder)
     return ModelFacts(
         path=folder,
@@ -120,7 +120,7 @@ def sample_sigmas(folder: Path) -> list[float] | None:
         or not all(isinstance(each, int | float) and 0 < each <= 1 for each in found)
     ):
         message = f"{folder}/model_index.json: sample_sigmas is {str(found)[:40]}; a list of times above 0, up to 1, is meant."
-        raise UsageError(Problem(message, COPY))
+        raise UsageError(Problem("scheduler_invalid", message, COPY))
     return found
 
 

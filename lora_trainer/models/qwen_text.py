@@ -33,7 +33,7 @@ def check_tokenizer(folder: Path) -> None:
     """Raise UsageError where the folder of a tokenizer holds no vocabulary."""
     if not any(all((folder / name).is_file() for name in names) for names in VOCABULARIES):
         message = f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt."
-        raise UsageError(Problem(message, f"Copy the tokenizer of the model to {folder}."))
+        raise UsageError(Problem("tokenizer_missing", message, f"Copy the tokenizer of the model to {folder}."))
 
 
 def text_config(folder: Path) -> Mapping[str, Any]:

@@ -52,7 +52,9 @@ def describe(folder: Path) -> ModelFacts:
     """Facts from the config files. Raises UsageError when a part is missing, damaged or of another kind."""
     facts = unet_facts(folder, "sd15")
     if is_sd2(folder):
-        raise UsageError(Problem(f"{folder} is a Stable Diffusion 2.x model.", "Leave model.family empty."))
+        raise UsageError(
+            Problem("family_differs", f"{folder} is a Stable Diffusion 2.x model.", "Leave model.family empty.")
+        )
     refuse_other_texts(folder)
     return facts
 

@@ -19,6 +19,7 @@ def describe(folder: Path) -> ModelFacts:
         width = read_config(folder, "unet/config.json").get("cross_attention_dim")
         raise UsageError(
             Problem(
+                "family_differs",
                 f"{folder} is no Stable Diffusion 2.x model: its text is {width} wide, not {SD2_TEXT_WIDTH}.",
                 "Leave model.family empty.",
             )

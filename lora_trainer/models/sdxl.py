@@ -58,14 +58,18 @@ def describe(folder: Path) -> ModelFacts:
     kind = unet.get("addition_embed_type")
     if kind != "text_time":
         raise UsageError(
-            Problem(f"{folder}: the U-Net takes no pooled text and sizes ({kind}).", "Use a base model of SDXL 1.0.")
+            Problem(
+                "model_unsupported",
+                f"{folder}: the U-Net takes no pooled text and sizes ({kind}).",
+                "Use a base model of SDXL 1.0.",
+            )
         )
     refuse_other_texts(folder, TEXT_ENCODERS)
     takes = unet.get("projection_class_embeddings_input_dim")
     gives = read_config(folder, f"{TEXT_ENCODERS[1]}/config.json").get("projection_dim") or 0
     if takes != (provided := SIZE_NUMBERS * unet.get("addition_time_embed_dim", 0) + gives):
         message = f"{folder}: the U-Net takes a summary with sizes {takes} wide, {TEXT_ENCODERS[1]} gives {provided}."
-        raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text encoders that the model came with."))
     return facts
 
 

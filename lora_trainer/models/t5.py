@@ -36,7 +36,9 @@ def check_t5_tokenizer(folder: Path, text_encoder: str) -> None:
         return
     found = "holds only spiece.model, which needs sentencepiece" if (words / "spiece.model").is_file() else "is missing"
     fix = f"Copy tokenizer.json of google/t5-v1_1-xxl, or of any FLUX.1 or SD3 folder, to {words}."
-    raise UsageError(Problem(f"{words / 'tokenizer.json'} is missing: the tokenizer of T5 {found}.", fix))
+    raise UsageError(
+        Problem("tokenizer_missing", f"{words / 'tokenizer.json'} is missing: the tokenizer of T5 {found}.", fix)
+    )
 
 
 def load_t5_tokenizer(folder: Path, text_encoder: str, longest: int) -> Any:

@@ -86,7 +86,9 @@ def check_learned_tokens(folder: Path, components: Sequence[str], settings: Text
 
 def _no_start(settings: TextualInversionSection) -> Problem:
     message = f"textual_inversion.initializer_token={settings.initializer_token!r} is no word that the model's tokenizer knows."
-    return Problem(message, "Set textual_inversion.initializer_token to a word such as `person`, or remove it.")
+    return Problem(
+        "token_unknown", message, "Set textual_inversion.initializer_token to a word such as `person`, or remove it."
+    )
 
 
 def add_learned_tokens(parts: TextParts, tokens: LearnedTokens) -> dict[str, nn.Parameter]:
@@ -102,7 +104,13 @@ def add_learned_tokens(parts: TextParts, tokens: LearnedTokens) -> dict[str, nn.
         for token, embeddings in rows.items():
             if embeddings.shape[-1] != known.embedding_dim:
                 widths = f"{embeddings.shape[-1]} wide; {component} of the model reads {known.embedding_dim}"
-                raise UsageError(Problem(f"The embeddings of {token!r} are {widths}.", "Name a model of its kind."))
+                raise UsageError(
+                    Problem(
+                        "token_embeddings_differ",
+                        f"The embeddings of {token!r} are {widths}.",
+                        "Name a model of its kind.",
+                    )
+                )
             _add_tokens(tokenizer, token, len(embeddings))
         learned = torch.cat(list(rows.values())).to(parts.device, known.weight.dtype)
         body.embeddings.token_embedding = table = ExtendedEmbedding(known, first, learned)
@@ -119,7 +127,7 @@ def _add_tokens(tokenizer: Any, token: str, vectors: int) -> None:
     tokenizer.add_tokens(names)
     if len(tokenizer) != before + vectors:
         message = f"{token!r} is already a token of the model, so it cannot be a new one."
-        raise UsageError(Problem(message, f"Choose another, such as <{token.strip('<>')}>."))
+        raise UsageError(Problem("token_exists", message, f"Choose another, such as <{token.strip('<>')}>."))
 
 
 def _body(encoder: Any) -> Any:
@@ -148,13 +156,13 @@ def from_embeddings(embeddings: Mapping[str, Tensor], components: Sequence[str])
         if slot not in known or rows.ndim not in (1, 2):
             meant = " and ".join(slots(components)) or "none"
             message = f"The file's token {token!r} has embeddings {slot} of shape {list(rows.shape)}; the model reads {meant}."
-            raise UsageError(Problem(message, "Name a model of its kind."))
+            raise UsageError(Problem("token_embeddings_differ", message, "Name a model of its kind."))
         found.setdefault(token, {})[known[slot]] = rows.reshape(-1, rows.shape[-1])
     if lacking := [token for token, own in found.items() if len(own) != len(components)]:
         message = (
             f"The file's token {lacking[0]!r} lacks embeddings for some of the model's {len(components)} encoders."
         )
-        raise UsageError(Problem(message, "Name a model of its kind."))
+        raise UsageError(Problem("token_embeddings_missing", message, "Name a model of its kind."))
     return found
 
 

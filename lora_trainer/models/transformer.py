@@ -31,7 +31,9 @@ def transformer_config(folder: Path, kind: str, needs: tuple[str, ...]) -> dict[
     config = read_config(folder, "transformer/config.json", needs)
     if config.get("_class_name") != kind:
         message = f"{folder}/transformer is a {config.get('_class_name') or 'nameless part'}, not a {kind}."
-        raise UsageError(Problem(message, "Use a text-to-image base model; model.family chooses the family."))
+        raise UsageError(
+            Problem("model_unsupported", message, "Use a text-to-image base model; model.family chooses the family.")
+        )
     return config
 
 
@@ -118,7 +120,11 @@ def transformer_facts(
     if config["in_channels"] != per_latent * channels:
         message = f"{folder} takes more than noisy latents ({config['in_channels']} input channels in place of {per_latent * channels})"
         raise UsageError(
-            Problem(f"{message}: a model for inpainting, control or editing.", "Use the text-to-image base model.")
+            Problem(
+                "model_unsupported",
+                f"{message}: a model for inpainting, control or editing.",
+                "Use the text-to-image base model.",
+            )
         )
     return ModelFacts(
         path=folder,
@@ -137,7 +143,7 @@ def refuse_widths(folder: Path, what: str, expected: object, provided: object) -
     """Raise UsageError where the transformer's text width is not that of the encoders."""
     if expected != provided:
         message = f"{folder}: the transformer takes {what} {expected} wide, the text encoders give {provided}."
-        raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text encoders that the model came with."))
 
 
 def packed(latents: Tensor) -> Tensor:

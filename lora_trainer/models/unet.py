@@ -81,12 +81,14 @@ def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int)
     reads = unet["in_channels"]
     if reads == unet.get("out_channels", 4) != channels:
         message = f"{folder}: the U-Net takes {reads} latent channels, and the VAE makes {channels}."
-        raise UsageError(Problem(message, "Use the VAE that the model came with."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the VAE that the model came with."))
     if reads != channels:
         message = (
             f"{folder} is a model for inpainting, depth or editing ({reads} input channels in place of {channels})."
         )
-        raise UsageError(Problem(message, "Use the text-to-image base model that it was made from."))
+        raise UsageError(
+            Problem("model_unsupported", message, "Use the text-to-image base model that it was made from.")
+        )
     unknown = [key for key in MORE_INPUTS if unet.get(key) is not None]
     if unet.get("addition_embed_type") not in (None, "text_time"):
         unknown.append("addition_embed_type")
@@ -94,7 +96,9 @@ def _refuse_more_than_text(folder: Path, unet: Mapping[str, Any], channels: int)
         message = (
             f"{folder}: the U-Net has inputs besides noise and text ({unknown[0]} is {str(unet[unknown[0]])[:40]!r})."
         )
-        raise UsageError(Problem(message, "Use the text-to-image base model that it was made from."))
+        raise UsageError(
+            Problem("model_unsupported", message, "Use the text-to-image base model that it was made from.")
+        )
 
 
 def refuse_other_texts(folder: Path, names: Sequence[str] = ("text_encoder",)) -> None:
@@ -104,7 +108,7 @@ def refuse_other_texts(folder: Path, names: Sequence[str] = ("text_encoder",)) -
     if isinstance(reads, int) and reads != sum(width for width in widths if isinstance(width, int)):
         provided = " + ".join(map(str, widths))
         message = f"{folder}: the U-Net takes text {reads} wide, the text encoders give {provided}."
-        raise UsageError(Problem(message, "Use the text encoders that the model came with."))
+        raise UsageError(Problem("model_config_invalid", message, "Use the text encoders that the model came with."))
 
 
 def caption_tokens(folder: Path, text_encoder: str) -> int:
@@ -116,7 +120,7 @@ def caption_tokens(folder: Path, text_encoder: str) -> int:
     tokens = min(CLIP_TOKENS if not isinstance(limit, int | float) else limit for limit in limits)
     if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
         message = f"{folder}: captions of {text_encoder} would have {tokens:.6g} tokens, must be {LEAST_TOKENS} to {MOST_TOKENS}."
-        raise UsageError(Problem(message, "Copy or download the model again."))
+        raise UsageError(Problem("captions_too_long", message, "Copy or download the model again."))
     return int(tokens)
 
 

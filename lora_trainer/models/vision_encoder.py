@@ -42,17 +42,23 @@ def check_vision_encoder(folder: Path) -> int:
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise UsageError(Problem(f"{SETTING}: {folder} {what}.", EXPECTED))
+        raise UsageError(Problem("encoder_missing", f"{SETTING}: {folder} {what}.", EXPECTED))
     if index_path(folder).exists():
-        raise UsageError(Problem(f"{SETTING}: {folder} is a diffusers model, no image encoder.", EXPECTED))
+        raise UsageError(
+            Problem("encoder_unsupported", f"{SETTING}: {folder} is a diffusers model, no image encoder.", EXPECTED)
+        )
     config = read_config(folder, "config.json", expected=EXPECTED)
     kind = config.get("_class_name") or config.get("model_type") or "unknown"
     if "_class_name" in config or not any(key in config for key in OF_IMAGES):
         raise UsageError(
-            Problem(f"{SETTING}: {folder} holds a model of type {str(kind)[:80]}, no image encoder.", EXPECTED)
+            Problem(
+                "encoder_unsupported",
+                f"{SETTING}: {folder} holds a model of type {str(kind)[:80]}, no image encoder.",
+                EXPECTED,
+            )
         )
     if not any((folder / name).exists() for name in PROCESSORS):
-        raise UsageError(Problem(f"{SETTING}: {folder} lacks {PROCESSORS[0]}.", EXPECTED))
+        raise UsageError(Problem("encoder_incomplete", f"{SETTING}: {folder} lacks {PROCESSORS[0]}.", EXPECTED))
     return check_part(folder) if weights_are_here(folder) else 0
 
 
@@ -90,7 +96,7 @@ def load_vision_encoder(folder: Path, device: torch.device) -> DescribePixels:
         one, again = (describe(torch.linspace(-1, 1, 3 * 64 * 64).reshape(3, 64, 64)) for _ in range(2))
     if not all(torch.equal(one[name], again[name]) and one[name].isfinite().all() for name in one):
         message = f"{SETTING}: {folder} does not describe one image the same way twice."
-        raise UsageError(Problem(message, EXPECTED))
+        raise UsageError(Problem("encoder_random", message, EXPECTED))
     return describe
 
 

@@ -84,7 +84,7 @@ def describe(folder: Path) -> ModelFacts:
     check_qwen3(folder)
     if config["in_channels"] != channels or config.get("siglip_feat_dim") is not None:
         message = f"{folder} takes more than noisy latents: a model for control or editing."
-        raise UsageError(Problem(message, "Use the text-to-image base model."))
+        raise UsageError(Problem("model_unsupported", message, "Use the text-to-image base model."))
     qwen = read_config(folder, f"{QWEN}/config.json")
     refuse_widths(folder, "text", config["cap_feat_dim"], qwen.get("hidden_size"))
     return ModelFacts(

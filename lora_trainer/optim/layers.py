@@ -34,7 +34,11 @@ def layer_notes(parameters: Iterable[str], config: OptimizerSection) -> tuple[st
     layers = list(names)
     tables = {"layer_learning_rates": config.layer_learning_rates, "layer_weight_decay": config.layer_weight_decay}
     problems = [
-        Problem(f"optimizer.{name}: {pattern!r} matches none of {len(layers)} layers.", like(pattern, layers))
+        Problem(
+            "pattern_matches_nothing",
+            f"optimizer.{name}: {pattern!r} matches none of {len(layers)} layers.",
+            like(pattern, layers),
+        )
         for name, values in tables.items()
         for pattern in values
         if not any(fnmatchcase(layer, pattern) for layer in layers)

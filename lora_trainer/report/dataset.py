@@ -56,13 +56,17 @@ def page_problems(page: Path, sources: Sequence[Path]) -> list[Problem]:
     real = page.resolve()
     for source in sources:
         if real.is_relative_to(source.resolve()):
-            return [Problem(f"{page} lies in the data ({source}), where nothing is written.", fix)]
+            return [
+                Problem("output_inside_data", f"{page} lies in the data ({source}), where nothing is written.", fix)
+            ]
     if page.is_dir():
-        return [Problem(f"{page} is a folder.", fix)]
+        return [Problem("path_is_folder", f"{page} is a folder.", fix)]
     if not page.parent.is_dir():
-        return [Problem(f"There is no folder {page.parent} for the page.", f"Make it, or n{fix[1:]}")]
+        return [Problem("folder_missing", f"There is no folder {page.parent} for the page.", f"Make it, or n{fix[1:]}")]
     if page.exists() and not _is_ours(page):
-        return [Problem(f"{page} is there already and is no page of check.", f"Remove it, or n{fix[1:]}")]
+        return [
+            Problem("output_exists", f"{page} is there already and is no page of check.", f"Remove it, or n{fix[1:]}")
+        ]
     return []
 
 

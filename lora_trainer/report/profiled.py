@@ -109,7 +109,9 @@ def read_times(run: RunReport) -> TimeReport:
     seconds = [value for _, value in run.series["seconds"] if value > 0]
     if not seconds:
         message = f"{run.folder} has no finished step: there is no time to describe."
-        raise UsageError(Problem(message, "Train it further: `lora-trainer train … --resume --profile`."))
+        raise UsageError(
+            Problem("no_finished_step", message, "Train it further: `lora-trainer train … --resume --profile`.")
+        )
     folder = run.folder / PROFILE
     phases, operators = _document(folder / PHASES), operators_in(folder)
     device = mapping(phases.get("device"))

@@ -137,7 +137,9 @@ def read_run(folder: Path, record: dict[str, Any] | None = None) -> RunReport:
     record = record or read_record(folder)
     if record is None:
         raise UsageError(
-            Problem(f"{folder} holds no run: there is no run.json.", "Give the folder OUTPUT/NAME of a run.")
+            Problem(
+                "not_a_run", f"{folder} holds no run: there is no run.json.", "Give the folder OUTPUT/NAME of a run."
+            )
         )
     rows = [row for row in read_lines(folder / "metrics.jsonl") if isinstance(row, dict)]
     validation = [row for row in read_lines(folder / "validation.jsonl") if isinstance(row, dict)]

@@ -42,11 +42,17 @@ def accelerate_layers(problems: list[Problem], environment: Mapping[str, str] = 
 
     for name, (what, fix) in NOT_HERE.items():
         if is_true(read(name)):
-            problems.append(Problem(f"accelerate was launched for {what}, which is not supported.", fix))
+            problems.append(
+                Problem("launch_unsupported", f"accelerate was launched for {what}, which is not supported.", fix)
+            )
     for name, what in PARALLEL.items():
         if is_true(read("USE_PARALLELISM_CONFIG")) and read(name, "PARALLELISM_CONFIG_") not in ("", "1"):
             problems.append(
-                Problem(f"accelerate was launched for {what}, which is not supported.", "Remove parallelism_config.")
+                Problem(
+                    "launch_unsupported",
+                    f"accelerate was launched for {what}, which is not supported.",
+                    "Remove parallelism_config.",
+                )
             )
     values: dict[str, dict[str, Any]] = {}
     if precision := precision_of(read("MIXED_PRECISION"), problems):
@@ -70,7 +76,7 @@ def precision_of(asked: str, problems: list[Problem]) -> str | None:
         return None
     if asked not in PRECISIONS:
         message = f"accelerate was launched with mixed_precision={asked}, which is not one of {', '.join(PRECISIONS)}."
-        problems.append(Problem(message, "Set memory.weight_dtype, and mixed_precision to no."))
+        problems.append(Problem("launch_unsupported", message, "Set memory.weight_dtype, and mixed_precision to no."))
         return None
     return asked
 
@@ -79,7 +85,7 @@ def compiling(read: Any, problems: list[Problem]) -> dict[str, Any]:
     """`[compile]` of the options that begin with `dynamo_`. Only what is not their default is set."""
     if (backend := read("DYNAMO_BACKEND")) != "inductor":
         message = f"accelerate was launched with dynamo_backend={backend}; blocks are compiled by inductor alone."
-        problems.append(Problem(message, "Set dynamo_backend to inductor, or to no."))
+        problems.append(Problem("launch_unsupported", message, "Set dynamo_backend to inductor, or to no."))
     values: dict[str, Any] = {"enabled": True}
     if (mode := read("DYNAMO_MODE")) not in ("", "default", "none"):
         values["mode"] = mode
@@ -97,10 +103,14 @@ def sharding(read: Any, problems: list[Problem]) -> dict[str, Any]:
         strategy = "shard_grad_op" if read("RESHARD_AFTER_FORWARD", "FSDP_") == "false" else "full_shard"
     if strategy not in SHARDING:
         message = f"accelerate was launched with fsdp_sharding_strategy={strategy.upper()}, which is not supported."
-        problems.append(Problem(message, "Set it to FULL_SHARD, SHARD_GRAD_OP or NO_SHARD."))
+        problems.append(Problem("launch_unsupported", message, "Set it to FULL_SHARD, SHARD_GRAD_OP or NO_SHARD."))
     if is_true(read("OFFLOAD_PARAMS", "FSDP_")):
         message = "accelerate was launched with fsdp_offload_params, which is not supported."
-        problems.append(Problem(message, "Set it to false, or swap blocks in one process (memory.blocks_to_swap)."))
+        problems.append(
+            Problem(
+                "launch_unsupported", message, "Set it to false, or swap blocks in one process (memory.blocks_to_swap)."
+            )
+        )
     values: dict[str, Any] = {"fsdp": SHARDING[strategy]} if SHARDING.get(strategy) else {}
     if is_true(read("ACTIVATION_CHECKPOINTING", "FSDP_")):
         values["gradient_checkpointing"] = True
@@ -116,7 +126,7 @@ def refuse_accumulation(steps: str, problems: list[Problem]) -> None:
         "Remove it, and set train.effective_batch_size: the samples of one step, of all micro-batches and processes "
         f"together, such as {steps} for {steps} micro-batches of 1 in one process."
     )
-    problems.append(Problem(message, fix))
+    problems.append(Problem("launch_unsupported", message, fix))
 
 
 def launcher_flag(name: str) -> str:

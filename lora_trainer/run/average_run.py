@@ -44,7 +44,7 @@ def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable
         config = Config.model_validate(read_json(record)["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"{named} is no run: {record.name} cannot be read there ({type(error).__name__})."
-        raise UsageError(Problem(message, "Name a run's folder, or LoRA files.")) from None
+        raise UsageError(Problem("not_a_run", message, "Name a run's folder, or LoRA files.")) from None
     paths = checkpoints_in(folder, *steps)
     exported = lora_of(folder)
     own = read_source(exported) if exported.is_file() else None

@@ -219,7 +219,7 @@ def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans, *, onl
     if room > free:
         where = f"the disk of {plans.latents.folder} has {size_words(free)} free"
         message = f"Caching latents and text embeddings needs {size_words(room)}, and {where}."
-        raise UsageError(Problem(message, "Free space there, or set cache.dir to another disk."))
+        raise UsageError(Problem("disk_full", message, "Free space there, or set cache.dir to another disk."))
 
 
 def _with_packing(needed: int) -> int:
@@ -241,7 +241,7 @@ def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing
         needed = f"{(encoder + each * pixels) / GIB:.2f} GiB, and the GPU has {usable / GIB:.2f} for it"
         message = f"Encoding one image of {pixels / 1e6:.1f} megapixels needs {needed}."
         fix = "Set data.resolution lower, or cache on another machine first: lora-trainer cache."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("out_of_memory", message, fix))
     return images_at_once(config.cache.batch_size, pixels, itemsize, costs, usable)
 
 
@@ -273,7 +273,11 @@ def in_halves(encode: EncodeImage, device: torch.device, say: Say = unreported) 
         if len(pixels) == 1:
             side = f"{pixels.shape[-1]}x{pixels.shape[-2]}"
             raise TrainingFailed(
-                Problem(f"Out of memory while encoding one image of {side} px.", "Set data.resolution lower.")
+                Problem(
+                    "out_of_memory",
+                    f"Out of memory while encoding one image of {side} px.",
+                    "Set data.resolution lower.",
+                )
             )
         parts = [encode_some(part) for part in pixels.chunk(2)]
         return torch.cat([mean for mean, _ in parts]), torch.cat([spread for _, spread in parts])
@@ -290,7 +294,7 @@ def captions_in_halves(encode: EncodeText, device: torch.device, say: Say = unre
         free_memory(device)
         if len(captions) == 1:
             fix = "Close other programs that hold memory, or cache on another machine first: lora-trainer cache."
-            raise TrainingFailed(Problem("Out of memory while encoding one caption.", fix))
+            raise TrainingFailed(Problem("out_of_memory", "Out of memory while encoding one caption.", fix))
         half = -(-len(captions) // 2)
         say(f"out of memory: encoding {half} captions at once instead of {len(captions)}")
         parts = [encode_some(part) for part in (captions[:half], captions[half:])]

@@ -49,14 +49,16 @@ def find_wanted(folders: Sequence[Path], output: Path | None) -> tuple[list[Want
     `output` inside the data, where only `--in-place` may write.
     """
     problems = [
-        Problem(f"{folder} is not a folder.", "Unpack it: captions are written for folders of images.")
+        Problem(
+            "folder_missing", f"{folder} is not a folder.", "Unpack it: captions are written for folders of images."
+        )
         for folder in folders
         if not folder.is_dir()
     ]
     for folder in folders if output is not None else ():
         if output is not None and output.resolve().is_relative_to(folder.resolve()):
             fix = "Use a folder outside of it, or --in-place to write next to the images."
-            problems.append(Problem(f"{output} is inside the dataset {folder}.", fix))
+            problems.append(Problem("output_inside_data", f"{output} is inside the dataset {folder}.", fix))
     if problems:
         raise UsageError(problems)
     wanted: list[Wanted] = []

@@ -47,13 +47,15 @@ def wrong_commands(section: RunSection) -> list[Problem]:
         try:
             words = words_of(command)
         except ValueError as error:
-            problems.append(Problem(f"run.{name}={command!r}: {str(error).lower()}.", "Close the quotes."))
+            problems.append(
+                Problem("command_invalid", f"run.{name}={command!r}: {str(error).lower()}.", "Close the quotes.")
+            )
             continue
         if not words:
-            problems.append(Problem(f"run.{name} is empty.", "Set a command, or remove the setting."))
+            problems.append(Problem("command_empty", f"run.{name} is empty.", "Set a command, or remove the setting."))
         elif shutil.which(words[0]) is None:
             fix = "Use the path of a program; a shell's own commands need one: sh -c '…'."
-            problems.append(Problem(f"run.{name}: there is no program {words[0]!r}.", fix))
+            problems.append(Problem("program_missing", f"run.{name}: there is no program {words[0]!r}.", fix))
     return problems
 
 

@@ -43,20 +43,30 @@ def claim(order: Order, *, only_looks: bool = False) -> dict[str, Any] | None:
     folder, record = order.folder, read_record(order.folder)
     wrong = [name for name in OWN if (folder / name).is_dir()]
     if wrong:
-        raise UsageError([Problem(f"{folder / name} is a folder.", "Move it away.") for name in wrong])
+        raise UsageError([Problem("output_exists", f"{folder / name} is a folder.", "Move it away.") for name in wrong])
     if only_looks and holder_of(folder) is not None:
-        raise UsageError(Problem(IS_LOCKED.format(folder=folder), ANOTHER_RUN))
+        raise UsageError(Problem("run_in_use", IS_LOCKED.format(folder=folder), ANOTHER_RUN))
     if not only_looks and (folder / LOCK).is_file() and is_main_process():
         take_free_lock(folder).release()  # the system frees the lock of a process that was killed
     refuse_used(order, record)
     if record is None and folder.exists() and (not folder.is_dir() or not is_free(folder)):
-        raise UsageError(Problem(f"{folder} exists and is not a run.", "Choose another --name or --output."))
+        raise UsageError(
+            Problem("output_exists", f"{folder} exists and is not a run.", "Choose another --name or --output.")
+        )
     for source in (Path(each.path).expanduser() for each in data_sources(order.config)):
         if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-            raise UsageError(Problem(f"{folder} is inside the dataset {source.resolve()}.", "Choose another --output."))
+            raise UsageError(
+                Problem(
+                    "output_inside_data",
+                    f"{folder} is inside the dataset {source.resolve()}.",
+                    "Choose another --output.",
+                )
+            )
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(Problem(f"{existing} cannot be written to.", "Choose another --output."))
+        raise UsageError(
+            Problem("output_not_writable", f"{existing} cannot be written to.", "Choose another --output.")
+        )
     return record
 
 
@@ -70,6 +80,7 @@ def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
     if record is not None and not order.resume:
         raise UsageError(
             Problem(
+                "output_exists",
                 f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
                 "It cannot be resumed (checkpoint.save_state=false): choose another --name."
                 if not keeps_state(record) and checkpoints_in(order.folder / "checkpoints")
@@ -109,9 +120,15 @@ def wrong_scratch(scratch: str | None) -> list[Problem]:
     place = Path(scratch).expanduser()
     if not place.is_dir():
         fix = "Create it, name another such as /dev/shm, or remove checkpoint.scratch."
-        return [Problem(f"checkpoint.scratch: there is no folder {place}.", fix)]
+        return [Problem("scratch_not_usable", f"checkpoint.scratch: there is no folder {place}.", fix)]
     if not os.access(place, os.W_OK):
-        return [Problem(f"checkpoint.scratch: {place} cannot be written to.", "Change its rights, or name another.")]
+        return [
+            Problem(
+                "scratch_not_usable",
+                f"checkpoint.scratch: {place} cannot be written to.",
+                "Change its rights, or name another.",
+            )
+        ]
     return []
 
 
@@ -130,7 +147,9 @@ def locked_folder(order: Order) -> Iterator[Callable[[], None]]:
         order.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"{order.folder} cannot be created ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
+        raise UsageError(
+            Problem("output_not_writable", message, "Choose another --output, or make room there.")
+        ) from error
     with locked(order.folder) as lock_again:
         refuse_used(order, read_record(order.folder))
         put_back(order.folder / "checkpoints")  # the only half-written files that can be used
@@ -178,7 +197,9 @@ def locked(folder: Path, fix: str = ANOTHER_RUN) -> Iterator[Callable[[], None]]
             locks.append(take_lock(folder / LOCK))
         except Timeout as error:
             message = f"{folder} was deleted, and another run was started in it."
-            raise TrainingFailed(Problem(message, "Wait for that one, or choose another --name.")) from error
+            raise TrainingFailed(
+                Problem("run_replaced", message, "Wait for that one, or choose another --name.")
+            ) from error
         note_owner()
 
     note_owner()
@@ -206,10 +227,12 @@ def take_free_lock(folder: Path, fix: str = ANOTHER_RUN) -> BaseFileLock:
     try:
         return take_lock(folder / LOCK)
     except Timeout as error:
-        raise UsageError(Problem(IS_LOCKED.format(folder=folder), fix)) from error
+        raise UsageError(Problem("run_in_use", IS_LOCKED.format(folder=folder), fix)) from error
     except OSError as error:
         message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Choose another --output, or make room there.")) from error
+        raise UsageError(
+            Problem("output_not_writable", message, "Choose another --output, or make room there.")
+        ) from error
 
 
 def take_lock(path: Path) -> BaseFileLock:

@@ -165,7 +165,7 @@ def read_model(
     """
     if config.model.path is None and config.model.family not in (None, USUAL_FAMILY):
         message = f"model.family={config.model.family} needs --model: the built-in model is {USUAL_FAMILY}."
-        raise UsageError(Problem(message, "Set --model to the model's folder."))
+        raise UsageError(Problem("model_needed", message, "Set --model to the model's folder."))
     base = find_base(config.model, offline=config.run.offline, weights=weights, say=say)
     problems: list[Problem] = []
     with known_as(base.places):
@@ -190,7 +190,7 @@ def read_model(
     if config.sample.negative_prompt and not family.pipeline.sampling_defaults(base.folder).negative:
         model = f"{describe_model(config.model)} is sampled without classifier-free guidance"
         message = f"sample.negative_prompt is {config.sample.negative_prompt!r}, but {model}."
-        problems.append(Problem(message, "Leave the negative prompt empty with this model."))
+        problems.append(Problem("negative_prompt_unused", message, "Leave the negative prompt empty with this model."))
     if problems:
         raise UsageError(problems)
     shown = {name: getattr(base, name) for name in ("named", "whole", "form", "title", "prediction_by")}
@@ -262,7 +262,9 @@ def read_data(
     refuse_controls(facts, max((len(sample.controls) for sample in manifest.samples), default=0))
     if len({len(sample.controls) for sample in manifest.samples if not sample.regularization}) > 1:
         message = "Some sources have control images and others have fewer: a step would mix them."
-        raise UsageError(Problem(message, "Give every source equally many, or train them apart."))
+        raise UsageError(
+            Problem("control_images_differ", message, "Give every source equally many, or train them apart.")
+        )
     manifest = replace(manifest, notes=(*manifest.notes, *notes_on(framings)))
     gate = DatasetGate(
         framings,
@@ -298,7 +300,7 @@ def refuse_controls(facts: ModelFacts, controls: int) -> None:
             if facts.most_controls
             else "Name an edit model with --model, such as FLUX.2 klein, or remove control_images and control_columns."
         )
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("control_images_differ", message, fix))
 
 
 def check_control_images(files: Sequence[str], prompts: int, facts: ModelFacts) -> None:
@@ -307,10 +309,14 @@ def check_control_images(files: Sequence[str], prompts: int, facts: ModelFacts) 
     if not files:
         return
     if missing := [file for file in files if not Path(file).expanduser().is_file()]:
-        raise UsageError(Problem(f"There is no control image {missing[0]}.", "Check sample.control_images."))
+        raise UsageError(
+            Problem("control_image_missing", f"There is no control image {missing[0]}.", "Check sample.control_images.")
+        )
     if not prompts or (len(files) > 1 and len(files) % prompts):
         message = f"There are {counted(len(files), 'control image')} for {counted(prompts, 'prompt')}."
-        raise UsageError(Problem(message, "Name equally many for each prompt, or one for all."))
+        raise UsageError(
+            Problem("control_images_differ", message, "Name equally many for each prompt, or one for all.")
+        )
     refuse_controls(facts, max(1, len(files) // prompts))
 
 
@@ -366,7 +372,13 @@ def refuse_large(facts: ModelFacts, buckets: Sequence[Bucket]) -> None:
     most, side = facts.largest_side, max((max(each.width, each.height) for each in buckets), default=0)
     if most is not None and side > most:
         message = f"A bucket is {side} px on its longer side, but {facts.name} supports at most {most} px."
-        raise UsageError(Problem(message, f"Set data.bucket_max={most}, or data.resolution or data.max_aspect lower."))
+        raise UsageError(
+            Problem(
+                "resolution_too_large",
+                message,
+                f"Set data.bucket_max={most}, or data.resolution or data.max_aspect lower.",
+            )
+        )
 
 
 def dataset_facts(inputs: Inputs) -> dict[str, Any]:

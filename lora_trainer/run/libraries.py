@@ -32,4 +32,6 @@ def import_libraries(config: Config) -> None:
 
     if library is not None and (reason := why_unusable(library)) is not None:
         fix = f"Run: pip install {library}. Or set optimizer.name=adamw."
-        raise UsageError(Problem(f"optimizer.name={config.optimizer.name} needs {library}, which {reason}.", fix))
+        raise UsageError(
+            Problem("library_missing", f"optimizer.name={config.optimizer.name} needs {library}, which {reason}.", fix)
+        )

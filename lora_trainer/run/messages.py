@@ -184,6 +184,7 @@ def refuse_without_validation(config: Config, inputs: Inputs) -> None:
     """Raise UsageError for settings that need validation images, in a run that has none."""
     problems = [
         Problem(
+            "no_validation_images",
             f"{name} needs validation losses, and no images are kept for validation.",
             f"Set validation.split=0.1, or remove {name}.",
         )
@@ -203,7 +204,7 @@ def refuse_without_validation(config: Config, inputs: Inputs) -> None:
             ", or validation.split=0.2 or so." if few == reason else "."
         )
         message = f"safeguards.early_stopping_metric=agreement compares captions of validation images, and {reason}."
-        problems.append(Problem(message, fix))
+        problems.append(Problem("agreement_not_possible", message, fix))
     if problems:
         raise UsageError(problems)
 

@@ -86,11 +86,15 @@ def run_folder(config: Config) -> Path:
     name = config.run.name or _name_of(data_sources(config)[0].path)
     if name in (".", "..") or "/" in name or "\\" in name or not name.isprintable() or not _holds(name):
         raise UsageError(
-            Problem(f"--name {name!r} is no name of a folder.", "Use a plain name, and set the folder with --output.")
+            Problem(
+                "name_invalid",
+                f"--name {name!r} is no name of a folder.",
+                "Use a plain name, and set the folder with --output.",
+            )
         )
     if (size := len(os.fsencode(name))) > LONGEST_NAME:
         message = f"--name {name[:40]}… has {size} bytes; its files' names leave room for {LONGEST_NAME}."
-        raise UsageError(Problem(message, "Use a shorter one."))
+        raise UsageError(Problem("name_too_long", message, "Use a shorter one."))
     return Path(config.run.output) / name
 
 

@@ -75,12 +75,12 @@ def reading(config: Config, family: Family) -> Family:
     """
     if config.model.without_t5 and not family.text.optional:
         message = f"model.without_t5=true: models of {family.name} have no optional T5 text encoder."
-        raise UsageError(Problem(message, "Remove it."))
+        raise UsageError(Problem("no_t5", message, "Remove it."))
     if config.textual_inversion.placeholder_tokens and not family.text.clips:
         message = (
             f"textual_inversion.placeholder_tokens: models of {family.name} have no CLIP text encoder to learn them."
         )
-        raise UsageError(Problem(message, "Remove it."))
+        raise UsageError(Problem("no_clip", message, "Remove it."))
     return with_loras(family, config.model.loras).reading(text_options(config, family))
 
 
@@ -89,7 +89,7 @@ def refuse_lacking(trained: Collection[str], base: Base) -> None:
     there = named_parts(base.folder, tuple(trained))
     if lacking := [name for name in trained if name not in there]:
         message = f"text_encoder.learning_rates has a value for {lacking[0]}, which {base.named} lacks."
-        raise UsageError(Problem(message, "Set it to 0, or remove it."))
+        raise UsageError(Problem("rate_of_missing_encoder", message, "Set it to 0, or remove it."))
 
 
 def text_options(config: Config, family: Family) -> TextOptions:

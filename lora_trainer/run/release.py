@@ -284,7 +284,7 @@ def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate)
     except torch.OutOfMemoryError as error:
         message = f"{lora.name} is trained and saved, but not evaluated: out of memory."
         fix = f"When more memory is free: lora-trainer validate {lora}"
-        raise TrainingFailed(Problem(message, fix)) from error
+        raise TrainingFailed(Problem("not_evaluated", message, fix)) from error
 
 
 def report_verdict(session: Session, report: LoraReport, step: int) -> None:

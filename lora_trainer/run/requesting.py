@@ -19,17 +19,25 @@ def send_request(run: Path, do: str, prompts: Sequence[str] = ()) -> Path:
     record = read_record(run)
     if record is None:
         raise UsageError(
-            Problem(f"{run} is not a run: it has no run.json.", "Name the folder of a run, such as runs/cat.")
+            Problem(
+                "not_a_run", f"{run} is not a run: it has no run.json.", "Name the folder of a run, such as runs/cat."
+            )
         )
     if record.get("status") != "running" or holder_of(run) is None:
         status = "was killed" if record.get("status") == "running" else f"its status is {record.get('status')}"
-        raise UsageError(Problem(f"{run} does not train now: {status}.", "Start it, or continue it with --resume."))
+        raise UsageError(
+            Problem(
+                "run_not_training", f"{run} does not train now: {status}.", "Start it, or continue it with --resume."
+            )
+        )
     if record.get("training"):
         message = f"{run} does not train any more: its LoRA is exported and scored."
-        raise UsageError(Problem(message, "Wait for its end, and use `lora-trainer sample` with its LoRA."))
+        raise UsageError(
+            Problem("run_not_training", message, "Wait for its end, and use `lora-trainer sample` with its LoRA.")
+        )
     try:
         path = write_request(run, do, prompts)
     except OSError as error:
         message = f"The request cannot be written to {run} ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Check the disk and your rights.")) from error
+        raise UsageError(Problem("request_not_written", message, "Check the disk and your rights.")) from error
     return path.parent / ANSWERED / path.name

@@ -42,6 +42,7 @@ class Room:
             f"and the disk of {self.folder} has {size_words(self.free)} free."
         )
         return Problem(
+            "disk_full",
             message,
             "Free space there, name another disk with --output, or keep fewer checkpoints (checkpoint.keep_last, keep_every, keep_best).",
         )

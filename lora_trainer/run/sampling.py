@@ -65,7 +65,7 @@ def with_parts(config: Config, found: Mapping[str, Any], *, named: bool) -> Conf
         model = type(config.model).model_validate({**config.model.model_dump(), **parts})
     except (TypeError, ValidationError) as error:
         message = "The recipe's model_parts are not settings of a model."
-        raise UsageError(Problem(message, "Use another recipe.")) from error
+        raise UsageError(Problem("recipe_invalid", message, "Use another recipe.")) from error
     return config.model_copy(update={"model": model})
 
 

@@ -49,9 +49,11 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     """
     if path.is_dir():
         inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
-        raise UsageError(Problem(f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}."))
+        raise UsageError(
+            Problem("path_is_folder", f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}.")
+        )
     if not path.is_file():
-        raise UsageError(Problem(f"There is no LoRA file {path}.", "Check the path."))
+        raise UsageError(Problem("file_missing", f"There is no LoRA file {path}.", "Check the path."))
     header = read_tensor_header(path).get(METADATA, {})  # refuse what is not a LoRA before a model is needed
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, header)

@@ -128,16 +128,24 @@ def refuse_unsuited(config: Config, choices: Choices, total_steps: int) -> None:
     if config.optimizer.stochastic_rounding and choices.dtype != torch.bfloat16:
         computed = str(choices.dtype).removeprefix("torch.")
         message = f"optimizer.stochastic_rounding rounds bf16 weights, and this run computes in {computed} ({choices.precision.reason})."
-        problems.append(Problem(message, "Set memory.weight_dtype=bf16, or remove optimizer.stochastic_rounding."))
+        problems.append(
+            Problem(
+                "rounding_needs_bf16", message, "Set memory.weight_dtype=bf16, or remove optimizer.stochastic_rounding."
+            )
+        )
     if first is not None and (left := max(0, total_steps - first)) < (every := config.train.swa_every_n_steps):
         message = f"train.swa_start={shown(config.train.swa_start)} leaves {left} of {total_steps} steps, and SWA averages the weights of every {every}th."
-        problems.append(Problem(message, "Set train.swa_start lower, such as 0.75, or train.swa_every_n_steps lower."))
+        problems.append(
+            Problem(
+                "swa_too_late", message, "Set train.swa_start lower, such as 0.75, or train.swa_every_n_steps lower."
+            )
+        )
     if config.memory.fsdp:
         from torch.distributed.fsdp import FSDPModule
 
         if not hasattr(FSDPModule, "set_custom_all_gather"):
             message = f"memory.fsdp={config.memory.fsdp} needs a newer torch than {torch.__version__}."
-            problems.append(Problem(message, "pip install --upgrade torch, or remove memory.fsdp."))
+            problems.append(Problem("torch_too_old", message, "pip install --upgrade torch, or remove memory.fsdp."))
     if problems:
         raise UsageError(problems)
 

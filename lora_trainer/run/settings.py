@@ -101,7 +101,7 @@ def with_installed_optimizer(resolved: Resolved) -> Resolved:
     package = spec.library.replace("_", "-")
     message, fix = f"{package} {reason or 'is not installed'}", f"pip install {package}, or set optimizer.name=adamw."
     if not spec.has_8_bit_state:
-        raise UsageError(Problem(f"{setting}={name}: {message}.", fix))
+        raise UsageError(Problem("setting_not_usable", f"{setting}={name}: {message}.", fix))
     return with_lacking(resolved, [Yields(setting, "adamw", message, fix, f"{DEFAULT} ({message})")])
 
 
@@ -110,7 +110,7 @@ def refuse_unmeasured(gates: GatesSection) -> None:
     if gates.lora_check == "off" and gates.lora > 0:
         message = f"gates.lora is {gates.lora:g}, but gates.lora_check=off measures no score."
         fix = "Set gates.lora_check=lite or full, or gates.lora=0, or use `train`, which enforces no gate."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("gate_without_check", message, fix))
 
 
 def refuse_unchecked(resolved: Resolved) -> None:
@@ -126,7 +126,9 @@ def refuse_unchecked(resolved: Resolved) -> None:
     if idle:
         does = "does nothing" if len(idle) == 1 else "do nothing"
         message = f"{' and '.join(idle)} {does} while {check} is off."
-        raise UsageError(Problem(message, f"Set {check}=lite or full, or remove {' and '.join(idle)}."))
+        raise UsageError(
+            Problem("setting_has_no_effect", message, f"Set {check}=lite or full, or remove {' and '.join(idle)}.")
+        )
 
 
 def refuse_guidance(resolved: Resolved, family: Family, facts: ModelFacts) -> None:
@@ -139,7 +141,7 @@ def refuse_guidance(resolved: Resolved, family: Family, facts: ModelFacts) -> No
     if not is_asked_for or scale in (usual, *of_family) or family.pipeline.sampling_defaults(facts.path).guided:
         return
     message = f"sample.guidance_scale is {scale:g}, but {facts.name} is sampled without guidance."
-    raise UsageError(Problem(message, "Remove it."))
+    raise UsageError(Problem("guidance_unused", message, "Remove it."))
 
 
 def _family_of(
@@ -158,7 +160,9 @@ def _family_of(
     if path is None:
         if "revision" in model:
             message = f"model.revision is {model['revision']!r}, but no model of a hub is set."
-            problems.append(Problem(message, "Set --model to owner/name, or remove model.revision."))
+            problems.append(
+                Problem("revision_of_local_model", message, "Set --model to owner/name, or remove model.revision.")
+            )
         usual = requested in (EMPTY, USUAL_FAMILY)
         return USUAL_FAMILY if usual else str(requested), builtin_if_none and usual, []
     named = next(layer.name for layer in reversed(user) if "path" in _section(layer, "model"))
@@ -177,7 +181,7 @@ def _family_of(
             say(base.note)
         if requested not in (EMPTY, family):
             message = f"model.family is {requested}, but {path} is a model of {family}."
-            problems.append(Problem(message, f"Remove model.family, or check {origin}."))
+            problems.append(Problem("family_differs", message, f"Remove model.family, or check {origin}."))
     except UsageError as error:
         problems.extend(error.problems)
     revision = commit or EMPTY

@@ -142,13 +142,18 @@ def without_state(folder: Path, passed_over: Mapping[Path, str]) -> Problem:
     anew = "Start a new --name; it can be resumed without checkpoint.save_state=false."
     if loras:
         anew = f"To train on from its weights, start a new --name with --set lora.network_weights={loras[0]}."
-    return Problem(f"{folder} cannot be resumed: {newest.name} is its newest checkpoint, and {WEIGHTS_ONLY}.", anew)
+    return Problem(
+        "not_resumable",
+        f"{folder} cannot be resumed: {newest.name} is its newest checkpoint, and {WEIGHTS_ONLY}.",
+        anew,
+    )
 
 
 def all_damaged(folder: Path, damaged: Mapping[Path, str]) -> Problem:
     """Why a run cannot be resumed, and how to start it over on purpose."""
     named = "; ".join(f"{path.name} ({reason})" for path, reason in damaged.items())
     return Problem(
+        "no_readable_checkpoint",
         f"No checkpoint of {folder} can be read: {named}.",
         f"Choose a new --name, or delete {folder / 'checkpoints'} to start over at step 0.",
     )
@@ -159,23 +164,33 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
     fix = "Set it back, or start a new --name."
     if name == "model":
         message = "The model's weights, or those of model.loras, differ from those at the start of the run."
-        return Problem(message, fix)
+        return Problem("model_changed", message, fix)
     if name in ("VAE", "text encoder"):
-        return Problem(f"The model's {name} differs from the one at the start of the run.", fix)
+        return Problem("model_changed", f"The model's {name} differs from the one at the start of the run.", fix)
     if name in (TRAINING_ADAPTER, STARTED_FROM):
         section, key = ("model", "training_adapter") if name == TRAINING_ADAPTER else ("lora", "network_weights")
         here = getattr(getattr(with_absolute_paths(config), section), key)
         there = earlier_section(folder, section).get(key)
         what = f"the content of {here} has changed" if here == there else f"{shown(there)} → {shown(here)}"
-        return Problem(f"The {name} ({section}.{key}) differs from the one at the start of the run: {what}.", fix)
+        return Problem(
+            "file_changed", f"The {name} ({section}.{key}) differs from the one at the start of the run: {what}.", fix
+        )
     if name == SWA:
         message = f"The first step of SWA was {shown(old)} and is now {shown(new)} (train.swa_start)."
-        return Problem(message, f"Set train.swa_start={shown(old)}, or start a new --name.")
+        return Problem("setting_changed", message, f"Set train.swa_start={shown(old)}, or start a new --name.")
     if name == CLASS_PROMPTS:
-        return Problem("The class images differ: data.num_class_images or data.class_prompts has changed.", fix)
+        return Problem(
+            "class_images_changed",
+            "The class images differ: data.num_class_images or data.class_prompts has changed.",
+            fix,
+        )
     if name == CLASS_IMAGES:
         message = "The class images differ: they were generated again, or on another machine, which rounds differently."
-        return Problem(message, f"{fix[:-1]}; or copy the folder `class_images` from the first machine's cache.")
+        return Problem(
+            "class_images_changed",
+            message,
+            f"{fix[:-1]}; or copy the folder `class_images` from the first machine's cache.",
+        )
     if name == "data":
         now, before = (
             [source.path for source in with_absolute_paths(config).data.sources],
@@ -184,8 +199,8 @@ def differing(name: str, old: Any, new: Any, folder: Path, config: Config) -> Pr
         before = [str(each.get("path") if isinstance(each, dict) else each) for each in sequence(before)]
         here = ", ".join(now) or "the built-in dataset"
         where = f"{', '.join(before)} → {here}" if before and before != now else here
-        return Problem(f"The images, captions or weights differ: {where}.", fix)
-    return Problem(f"{name} was {shown(old)} and is now {shown(new)}.", fix)
+        return Problem("data_changed", f"The images, captions or weights differ: {where}.", fix)
+    return Problem("setting_changed", f"{name} was {shown(old)} and is now {shown(new)}.", fix)
 
 
 def earlier_section(folder: Path, section: str) -> Mapping[str, Any]:

@@ -162,7 +162,9 @@ def lost_files(order: Order, record: Mapping[str, Any]) -> dict[str, str]:
     found = "; ".join(f"{name} {wrong}" for name, wrong in lost.items())
     if not checkpoints_in(order.folder / "checkpoints") or not keeps_state(record):
         message = f"{order.folder} is finished, but {found}, and it has no checkpoint to export the LoRA from."
-        raise UsageError(Problem(message, "Copy the file back, or train again under another --name."))
+        raise UsageError(
+            Problem("export_not_possible", message, "Copy the file back, or train again under another --name.")
+        )
     order.console.print(
         f"{order.folder} is finished, but {found}: the LoRA is exported again from the last checkpoint."
     )
@@ -276,6 +278,7 @@ def refuse_data(inputs: Inputs, *, enforce_gates: bool) -> None:
     if enforce_gates and not report.passed:
         raise DatasetRefused(
             Problem(
+                "dataset_score_low",
                 f"The dataset scores {report.score:.2f}, below the minimum of {report.gate:.2f}.",
                 "`lora-trainer check` shows what to fix; --set gates.dataset=… changes the minimum.",
             ),
@@ -410,7 +413,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     if refused:
         fixes = " ".join(dict.fromkeys(each.fix for each in report.findings if each.severity == "error" and each.fix))
         message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as {status}."
-        raise LoraRefused(Problem(message, fixes or "The findings above say what to change."), report)
+        raise LoraRefused(Problem("lora_refused", message, fixes or "The findings above say what to change."), report)
     return RunResult(folder, asdict(record), code)
 
 

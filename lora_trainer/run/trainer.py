@@ -156,7 +156,9 @@ def _nested(settings: Mapping[str, Any], problems: list[Problem]) -> dict[str, A
         home = sections.setdefault(section, {})
         for each, inner in values.items():
             if each in home:
-                problems.append(Problem(f"settings names {section}.{each} twice.", "Leave one of them."))
+                problems.append(
+                    Problem("setting_twice", f"settings names {section}.{each} twice.", "Leave one of them.")
+                )
             home[each] = os.fspath(inner) if isinstance(inner, os.PathLike) else inner
     return sections
 

@@ -134,7 +134,7 @@ def read_other_data(plan: SearchPlan, folder: Path, of_data: Sequence[Layer]) ->
     trial_settings(plan, folder / FOLDER / "data", of_data, read_train)
     if not found[0].validation:
         message = "None of the images of --confirm-data can be kept for validation."
-        raise UsageError(Problem(message, "Name more images, at least 4 that differ."))
+        raise UsageError(Problem("no_validation_images", message, "Name more images, at least 4 that differ."))
     return found[0]
 
 

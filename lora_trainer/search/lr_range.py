@@ -146,22 +146,34 @@ def check_range(order: RangeOrder) -> None:
         message = (
             f"--low is {shown(low)} and --high is {shown(high)}: must be above 0, at most 10, and low less than high."
         )
-        problems.append(Problem(message, "For example: --low 1e-6 --high 1."))
+        problems.append(Problem("range_invalid", message, "For example: --low 1e-6 --high 1."))
     if order.steps < FEWEST_STEPS:
         message = f"--max-steps is {order.steps}, must be at least {FEWEST_STEPS} for a curve."
-        problems.append(Problem(message, f"Leave it out for {USUAL_STEPS}."))
+        problems.append(Problem("steps_out_of_range", message, f"Leave it out for {USUAL_STEPS}."))
     if OPTIMIZERS[config.optimizer.name].finds_learning_rate:
         message = f"optimizer.name is {config.optimizer.name}, which finds its own learning rate."
-        problems.append(Problem(message, "It needs no range test. Set another optimizer to test that one."))
+        problems.append(
+            Problem("optimizer_finds_rate", message, "It needs no range test. Set another optimizer to test that one.")
+        )
     if config.validation.split == 0.0:
-        problems.append(Problem("validation.split is 0, but the test reads the validation loss.", "Leave it empty."))
+        problems.append(
+            Problem(
+                "no_validation_images",
+                "validation.split is 0, but the test reads the validation loss.",
+                "Leave it empty.",
+            )
+        )
     if launched():
         problems.append(
-            Problem("A range test cannot be started by accelerate launch.", "Start it with lora-trainer search lr.")
+            Problem(
+                "launch_unsupported",
+                "A range test cannot be started by accelerate launch.",
+                "Start it with lora-trainer search lr.",
+            )
         )
     folder = order.folder
     if folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {RUN, ".lock", ".lock.held"}):
-        problems.append(Problem(f"{folder} exists already.", "Choose another --name, or delete it."))
+        problems.append(Problem("output_exists", f"{folder} exists already.", "Choose another --name, or delete it."))
     if problems:
         raise UsageError(problems)
 
@@ -198,7 +210,13 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
         kept = read_inputs(with_values(resolved.config, sections), (inputs.family, inputs.facts)).validation
         if not kept:
             message = f"None of the {counted(images, 'image')} can be kept for validation."
-            raise UsageError(Problem(message, "Add images: the test reads the loss on images that are not trained."))
+            raise UsageError(
+                Problem(
+                    "no_validation_images",
+                    message,
+                    "Add images: the test reads the loss on images that are not trained.",
+                )
+            )
         console.print(
             f"learning-rate range test: {shown(order.low)} to {shown(order.high)} in {order.steps} steps, read on {counted(len(kept), 'image')}"
         )

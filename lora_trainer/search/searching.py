@@ -149,24 +149,30 @@ def check_order(order: SearchOrder) -> int:
     trials = order.trials or SAMPLERS[order.sampler] or len(grid)
     if grid and trials > len(grid):
         message = f"--trials is {trials}, but the grid has {counted(len(grid), 'combination')}."
-        problems.append(Problem(message, "Leave --trials out to train all of them."))
+        problems.append(Problem("trials_exceed_grid", message, "Leave --trials out to train all of them."))
     for flag, value in (("--trials", order.trials), ("--jobs", order.jobs), ("--together", order.together)):
         if value is not None and value < 1:
-            problems.append(Problem(f"{flag} is {value}, must be at least 1.", "Set 1 or more."))
+            problems.append(Problem("value_out_of_range", f"{flag} is {value}, must be at least 1.", "Set 1 or more."))
     problems.extend(wrong_settings(order))
     if launched():
         message = "A search cannot be started by accelerate launch."
-        problems.append(Problem(message, "Start it with lora-trainer search; --jobs trains several trials at once."))
+        problems.append(
+            Problem(
+                "launch_unsupported",
+                message,
+                "Start it with lora-trainer search; --jobs trains several trials at once.",
+            )
+        )
     if order.confirmation is not None:
         pairs = order.confirmation.pairs
         if not FEWEST_VALUES <= pairs <= MOST_VALUES:
             message = f"--confirm is {pairs}, must be {FEWEST_VALUES} to {MOST_VALUES}."
-            problems.append(Problem(message, "Each pair trains two runs; 3 to 5 are usual."))
+            problems.append(Problem("confirm_out_of_range", message, "Each pair trains two runs; 3 to 5 are usual."))
     folder = order.folder
     other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - set(LOCKS))
     if other and not (folder / STUDY_FILE).is_file():
         what = "holds a run" if read_record(folder) is not None else f"exists and has no {STUDY_FILE}"
-        problems.append(Problem(f"{folder} {what}.", "Choose another --name or --output."))
+        problems.append(Problem("folder_unusable", f"{folder} {what}.", "Choose another --name or --output."))
     if problems:
         raise UsageError(problems)
     return trials
@@ -179,16 +185,20 @@ def wrong_settings(order: SearchOrder) -> list[Problem]:
         with_installed_libraries(order.resolved)
     if order.together > 1 and (against := settings_of_all_against(order)):
         message = f"--together is {order.together}, but every trial would train on a base model of its own: {against}."
-        problems.append(Problem(message, "Leave it out of the space and the settings, or leave --together out."))
+        problems.append(
+            Problem("trains_alone", message, "Leave it out of the space and the settings, or leave --together out.")
+        )
     if config.validation.split == 0.0:
         message = "validation.split is 0, but trials are compared by images that they do not train on."
-        problems.append(Problem(message, "Leave it empty, or set a share such as 0.2."))
+        problems.append(Problem("no_validation_images", message, "Leave it empty, or set a share such as 0.2."))
     if config.train.max_hours is not None:
         message = "train.max_hours would end trials by the clock, so that they could not be compared."
-        problems.append(Problem(message, "Leave it out; --trials and --max-steps set how long a search takes."))
+        problems.append(
+            Problem("clock_ends_trials", message, "Leave it out; --trials and --max-steps set how long a search takes.")
+        )
     if order.objective == "verdict" and config.gates.lora_check == "off":
         message = "--objective verdict needs a score, but gates.lora_check is off."
-        problems.append(Problem(message, "Leave it empty, or set lite or full."))
+        problems.append(Problem("objective_without_score", message, "Leave it empty, or set lite or full."))
     searched = {each.setting for each in order.space}
     name = config.optimizer.name
     if (
@@ -196,7 +206,9 @@ def wrong_settings(order: SearchOrder) -> list[Problem]:
         and OPTIMIZERS[name].finds_learning_rate
     ):
         message = f"optimizer.learning_rate is searched, but optimizer.name is {name}, which finds its own."
-        problems.append(Problem(message, "Remove it from the space, or choose another optimizer."))
+        problems.append(
+            Problem("optimizer_finds_rate", message, "Remove it from the space, or choose another optimizer.")
+        )
     return problems
 
 
@@ -239,7 +251,11 @@ def read_for_trials(order: SearchOrder, console: Console) -> tuple[Inputs, dict[
         )
     if not inputs.validation:
         message = "No image can be kept for validation: there are too few, or all look alike."
-        raise UsageError(Problem(message, "Trials are compared by images that they do not train on: add images."))
+        raise UsageError(
+            Problem(
+                "no_validation_images", message, "Trials are compared by images that they do not train on: add images."
+            )
+        )
     ours = {
         section: {key: value for key, value in values.items() if not from_user(resolved.origin[f"{section}.{key}"])}
         for section, values in wished.items()
@@ -278,10 +294,12 @@ def continue_or_refuse(folder: Path, study: Study, plan: SearchPlan, trials: int
         now = plan_from_json(json.loads(json.dumps(plan.to_json())))  # JSON makes lists of tuples
         if differences := plan_differences(before, now):
             fix = "Continue it as it was started, or choose another --name."
-            raise UsageError(Problem(f"{folder} holds another search: {'; '.join(differences)}.", fix))
+            raise UsageError(
+                Problem("search_differs", f"{folder} holds another search: {'; '.join(differences)}.", fix)
+            )
     if known > trials:
         message = f"--trials is {trials}, but {folder} has {counted(known, 'trial')} already."
-        raise UsageError(Problem(message, f"Set --trials {known} or more."))
+        raise UsageError(Problem("trials_done_already", message, f"Set --trials {known} or more."))
     keep_plan(study, plan, trials)
 
 
@@ -317,7 +335,9 @@ def train_trials(folder: Path, study: Study, jobs: int, console: Console) -> Non
         if stopped := [code for code in codes if code > SIGNALED]:
             raise Stopped(stopped[0])
         if progress_made(study) == before:
-            raise UsageError(Problem("No worker process could train a trial.", "Run the search with --jobs 1."))
+            raise UsageError(
+                Problem("worker_not_started", "No worker process could train a trial.", "Run the search with --jobs 1.")
+            )
 
 
 def progress_made(study: Study) -> list[tuple[int, str]]:

@@ -87,11 +87,13 @@ def read_space(path: Path) -> Space:
     problems: list[Problem] = []
     document = read_toml(path, "--space")
     unknown = sorted(document.keys() - {"parameters"})
-    problems.extend(Problem(f"{path}: {key} is not known.", nearest(key, ["parameters"])) for key in unknown)
+    problems.extend(
+        Problem("space_invalid", f"{path}: {key} is not known.", nearest(key, ["parameters"])) for key in unknown
+    )
     tables = document.get("parameters")
     if not isinstance(tables, dict) or not tables:
         fix = 'For example: [parameters."optimizer.learning_rate"] with type, low and high below it.'
-        raise UsageError([*problems, Problem(f"{path} has no parameters.", fix)])
+        raise UsageError([*problems, Problem("space_empty", f"{path} has no parameters.", fix)])
     found: dict[str, Parameter] = {}
     for setting, table in tables.items():
         with gathering(problems):
@@ -113,28 +115,40 @@ def read_parameter(path: Path, setting: str, table: Any) -> Parameter:
     ):
         inner = next(iter(table))
         fix = f'The name needs quotes, since it has a dot: [parameters."{setting}.{inner}"].'
-        raise UsageError(Problem(f"{where} is not a table of one setting.", fix))
+        raise UsageError(Problem("space_invalid", f"{where} is not a table of one setting.", fix))
     if setting not in setting_names():
         homes = homes_of(setting.rpartition(".")[2])
         fix = f"Did you mean {' or '.join(homes)}?" if homes else nearest(setting, setting_names())
-        problems.append(Problem(f"{where} is not a setting.", fix))
+        problems.append(Problem("unknown_setting", f"{where} is not a setting.", fix))
     elif section not in SECTIONS or setting in NOT_SEARCHED:
         message = (
             f"{where} cannot be searched: trials with different values could not be compared, or would be the same."
         )
-        problems.append(Problem(message, "Set it for all trials with --set or --config."))
+        problems.append(Problem("setting_not_searchable", message, "Set it for all trials with --set or --config."))
     if not isinstance(table, dict):
         raise UsageError(
-            [*problems, Problem(f"{where} is not a table.", "It needs `type`, `low` and `high`, or `choices`.")]
+            [
+                *problems,
+                Problem(
+                    "space_invalid", f"{where} is not a table.", "It needs `type`, `low` and `high`, or `choices`."
+                ),
+            ]
         )
     unknown = sorted(table.keys() - set(KEYS))
-    problems.extend(Problem(f"{where}.{each} is not known.", nearest(each, KEYS)) for each in unknown)
+    problems.extend(Problem("space_invalid", f"{where}.{each} is not known.", nearest(each, KEYS)) for each in unknown)
     when, choices, numbers = table.get("when", {}), read_choices(where, table, problems), {}
     if not isinstance(when, dict):
-        problems.append(Problem(f"{where}.when must be a table.", 'For example: when = {"optimizer.name" = "adamw"}.'))
+        problems.append(
+            Problem(
+                "space_invalid", f"{where}.when must be a table.", 'For example: when = {"optimizer.name" = "adamw"}.'
+            )
+        )
     if "choices" in table:
         both = sorted(table.keys() & {"type", "low", "high", "log", "step"})
-        problems.extend(Problem(f"{where} has choices and {each}.", f"Remove {each}, or the choices.") for each in both)
+        problems.extend(
+            Problem("space_invalid", f"{where} has choices and {each}.", f"Remove {each}, or the choices.")
+            for each in both
+        )
     else:
         numbers = read_range(where, table, problems)
     if not problems:
@@ -151,11 +165,15 @@ def read_choices(where: str, table: Mapping[str, Any], problems: list[Problem]) 
     choices = table.get("choices", ["absent"])
     if not isinstance(choices, list) or not choices or not all(isinstance(each, Scalar) for each in choices):
         problems.append(
-            Problem(f"{where}.choices must be a list of numbers, texts or booleans.", "For example: [8, 16, 32].")
+            Problem(
+                "space_invalid",
+                f"{where}.choices must be a list of numbers, texts or booleans.",
+                "For example: [8, 16, 32].",
+            )
         )
         return ()
     if len({(type(each), each) for each in choices}) < len(choices):
-        problems.append(Problem(f"{where}.choices has a value twice.", "List each once."))
+        problems.append(Problem("space_invalid", f"{where}.choices has a value twice.", "List each once."))
     return tuple(choices) if "choices" in table else ()
 
 
@@ -164,31 +182,41 @@ def read_range(where: str, table: Mapping[str, Any], problems: list[Problem]) ->
     kind, log, before = table.get("type"), table.get("log", False), len(problems)
     if kind not in ("float", "int"):
         message = f"{where}.type is {shown(kind)}." if "type" in table else f"{where} has no type."
-        problems.append(Problem(message, 'Set type = "float" or "int" with low and high, or a list of choices.'))
+        problems.append(
+            Problem("space_invalid", message, 'Set type = "float" or "int" with low and high, or a list of choices.')
+        )
     if not isinstance(log, bool):
-        problems.append(Problem(f"{where}.log is {shown(log)}, must be true or false.", ""))
+        problems.append(Problem("space_invalid", f"{where}.log is {shown(log)}, must be true or false.", ""))
     wanted, name = (int, "a whole number") if kind == "int" else ((int, float), "a number")
     for key in ("low", "high", "step"):
         value = table.get(key)
         if key not in table:
             if key != "step":
-                problems.append(Problem(f"{where} has no {key}.", "A range needs low and high."))
+                problems.append(Problem("space_invalid", f"{where} has no {key}.", "A range needs low and high."))
         elif not isinstance(value, wanted) or isinstance(value, bool) or not math.isfinite(value):
-            problems.append(Problem(f"{where}.{key} is {shown(value)}, must be {name}.", ""))
+            problems.append(Problem("space_invalid", f"{where}.{key} is {shown(value)}, must be {name}.", ""))
     if len(problems) > before:
         return {}
     low, high, step = table["low"], table["high"], table.get("step")
     if low >= high:
         problems.append(
-            Problem(f"{where}: low is {shown(low)} and high is {shown(high)}.", "low must be less than high.")
+            Problem(
+                "space_invalid",
+                f"{where}: low is {shown(low)} and high is {shown(high)}.",
+                "low must be less than high.",
+            )
         )
     if log and low <= 0:
-        problems.append(Problem(f"{where}: low is {shown(low)} and log is true.", "A log range begins above 0."))
+        problems.append(
+            Problem("space_invalid", f"{where}: low is {shown(low)} and log is true.", "A log range begins above 0.")
+        )
     if step is not None and log:
-        problems.append(Problem(f"{where} has step and log.", "Remove one of them; a log range has no even steps."))
+        problems.append(
+            Problem("space_invalid", f"{where} has step and log.", "Remove one of them; a log range has no even steps.")
+        )
     elif step is not None and not 0 < step <= high - low:
         message = f"{where}: step is {shown(step)}, must be above 0 and at most high - low = {shown(high - low)}."
-        problems.append(Problem(message, ""))
+        problems.append(Problem("space_invalid", message, ""))
     return {"low": low, "high": high, "log": log, "step": step, "whole": kind == "int"}
 
 
@@ -198,13 +226,25 @@ def wrong_conditions(path: Path, found: Mapping[str, Parameter], named: set[str]
         for name, values in parameter.when.items():
             where = f"{path}: {parameter.setting}.when"
             if name not in named:
-                yield Problem(f"{where} names {name}, which is not a parameter of this space.", nearest(name, named))
+                yield Problem(
+                    "space_invalid",
+                    f"{where} names {name}, which is not a parameter of this space.",
+                    nearest(name, named),
+                )
             elif name in found and (known := found[name].values()) is not None:
                 for value in values:
                     if value not in known:
-                        yield Problem(f"{where}: {name} is never {shown(value)}.", f"It is one of {shown(known)}.")
+                        yield Problem(
+                            "space_invalid",
+                            f"{where}: {name} is never {shown(value)}.",
+                            f"It is one of {shown(known)}.",
+                        )
             elif name in found:
-                yield Problem(f"{where} names {name}, which is a range.", "A condition needs a parameter with choices.")
+                yield Problem(
+                    "space_invalid",
+                    f"{where} names {name}, which is a range.",
+                    "A condition needs a parameter with choices.",
+                )
 
 
 def in_order(path: Path, found: Mapping[str, Parameter]) -> Space:
@@ -215,7 +255,9 @@ def in_order(path: Path, found: Mapping[str, Parameter]) -> Space:
         if not ready:
             left = sorted(set(found) - set(ordered))
             raise UsageError(
-                Problem(f"{path}: the conditions of {', '.join(left)} are a circle.", "Remove one of them.")
+                Problem(
+                    "space_invalid", f"{path}: the conditions of {', '.join(left)} are a circle.", "Remove one of them."
+                )
             )
         ordered |= {name: found[name] for name in ready}
     return tuple(ordered.values())
@@ -227,7 +269,10 @@ def grid_of(space: Space) -> list[dict[str, Scalar]]:
     if endless:
         fix = "Give it choices or a step, or use --sampler tpe or random."
         raise UsageError(
-            [Problem(f"{each.setting} is a range: --sampler grid needs single values.", fix) for each in endless]
+            [
+                Problem("grid_with_ranges", f"{each.setting} is a range: --sampler grid needs single values.", fix)
+                for each in endless
+            ]
         )
     rows: list[dict[str, Scalar]] = [{}]
     for each in space:
@@ -239,7 +284,7 @@ def grid_of(space: Space) -> list[dict[str, Scalar]]:
         ]
         if len(rows) > MOST_GRID:
             message = f"The grid has more than {counted(MOST_GRID, 'combination')}."
-            raise UsageError(Problem(message, "Use fewer values, or --sampler tpe or random."))
+            raise UsageError(Problem("grid_too_large", message, "Use fewer values, or --sampler tpe or random."))
     return rows
 
 

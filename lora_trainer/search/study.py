@@ -103,7 +103,9 @@ class TrialRow:
 def quiet_optuna() -> Iterator[None]:
     """Optuna without its messages about trials. Raises UsageError where it cannot be used."""
     if (reason := why_unusable("optuna")) is not None:
-        raise UsageError(Problem(f"A search needs Optuna, which {reason}.", "pip install 'lora-trainer[search]'"))
+        raise UsageError(
+            Problem("library_missing", f"A search needs Optuna, which {reason}.", "pip install 'lora-trainer[search]'")
+        )
     import optuna
 
     before = optuna.logging.get_verbosity()

@@ -66,4 +66,4 @@ def refuse_graph_break(error: Exception, compiled: Compiled) -> None:
     """Raise TrainingFailed for a graph break where `compile.fullgraph` forbids them."""
     if compiled.fullgraph and type(error).__name__ in ("Unsupported", "FailOnRecompileLimitHit"):
         message = f"compile.fullgraph: a block cannot be compiled whole ({first_line(error)})."
-        raise TrainingFailed(Problem(message, "Set compile.fullgraph=false.")) from error
+        raise TrainingFailed(Problem("block_not_compiled", message, "Set compile.fullgraph=false.")) from error

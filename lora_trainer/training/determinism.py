@@ -43,6 +43,7 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
         what = str(error).partition(LACKING)[0].strip() if LACKING in str(error) else "cuBLAS"
         raise TrainingFailed(
             Problem(
+                "not_deterministic",
                 f"{what} is not deterministic, and train.deterministic allows nothing else.",
                 f"{resume_hint(checkpoints)} Set train.deterministic=false, or hardware.attention_backend=math where "
                 "attention is meant.",

@@ -50,7 +50,7 @@ def refuse_alone(failure: Failure, step: int) -> None:
     if failure.of_compiler:
         reason = f"Compiled blocks failed at step {step} ({failure.reason})"
         message = f"{reason}, and with memory.fsdp no process can repeat a pass alone."
-        raise TrainingFailed(Problem(message, "Set compile.enabled=false."))
+        raise TrainingFailed(Problem("out_of_memory", message, "Set compile.enabled=false."))
     if failure.kind in (OomDuringUpdate, OomDuringAllReduce):
         return
     raise out_of_memory_error(f"at step {step}", failure.reason, is_sharded=True)
@@ -146,11 +146,11 @@ def with_less_memory(
     step, reason = state.step + 1, failure.reason
     if failure.kind is OomDuringAllReduce:
         message = f"Out of memory while gradients were summed or clipped, at step {step} ({reason})."
-        raise TrainingFailed(Problem(message, SMALLER_RUN))
+        raise TrainingFailed(Problem("out_of_memory", message, SMALLER_RUN))
     less = reduce_memory(run, fit, max((len(micro.t) for micro in micro_batches), default=1), state.step)
     if failure.kind is OomDuringUpdate and (run.processes.reduce is not None or less is None):
         message = f"Out of memory while the weights were changed, at step {step} ({reason})."
-        raise WeightsLost(Problem(message, SMALLER_STATE))
+        raise WeightsLost(Problem("out_of_memory", message, SMALLER_STATE))
     if less is None:
         raise out_of_memory_error(f"at step {step}", reason)
     message = f"out of memory ({reason}): {describe(run, less)} in place of {describe(run, fit, micro_batches)}"

@@ -38,7 +38,7 @@ class ProcessLost(TrainingFailed):
     every_process_reports = True
 
     def __init__(self, what: str) -> None:
-        super().__init__(Problem(f"{what}.", FIX))
+        super().__init__(Problem("process_lost", f"{what}.", FIX))
         if not _leaving:  # library threads that wait for the lost process must not keep this one alive
             _leaving.append(True)
             atexit.register(_leave_for_good)

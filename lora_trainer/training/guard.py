@@ -119,7 +119,7 @@ def roll_back_with_lower_lr(run: Run, state: TrainState, step: int, what: str, r
     if state.restored >= run.config.safeguards.max_nonfinite_steps:
         reporter.event(state.step, "not_finite", f"{what}{at}, after {state.restored} rollbacks: the run ends")
         why = f"After {state.restored} rollbacks to an earlier checkpoint {what}, at step {step} again."
-        raise TrainingFailed(Problem(why, f"{resume_advice(run, state)} {remedy(run)}"))
+        raise TrainingFailed(Problem("training_ruined", why, f"{resume_advice(run, state)} {remedy(run)}"))
     lower = replace(state, restored=state.restored + 1)
     message = f"{what}{at}: the learning rate falls to {lower.rate_factor:.4g} of the scheduled one"
     raise Rollback(lower, "not_finite", message, failed_at=step)
@@ -130,7 +130,7 @@ def stop(run: Run, state: TrainState, why: str, fix: str, reporter: Reporter, ki
     reporter.event(state.step, kind, f"{why[0].lower()}{why[1:].rstrip('.')}: the run ends")
     if state.step > 0 and weights_are_finite(run.context):
         save(run, state, last=True)
-    raise TrainingFailed(Problem(why, f"{resume_advice(run, state)} {fix}"))
+    raise TrainingFailed(Problem("training_ruined", why, f"{resume_advice(run, state)} {fix}"))
 
 
 def resume_advice(run: Run, state: TrainState) -> str:

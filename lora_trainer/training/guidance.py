@@ -95,7 +95,7 @@ def make_guidance_target(
     """
     if not any(isinstance(module, BaseTunerLayer) for module in denoiser.modules()):
         message = "loss.guidance_target needs predictions without the adapter, and this lora.type cannot be turned off."
-        raise UsageError(Problem(message, "Set lora.type=lora, or remove loss.guidance_target."))
+        raise UsageError(Problem("guidance_needs_base", message, "Set lora.type=lora, or remove loss.guidance_target."))
     # Masks stay on the CPU, as those of micro-batches do.
     placed = {name: value if value.dtype == torch.bool else value.to(device, dtype) for name, value in cond.items()}
     return GuidanceTarget(scale, {name: value[None] for name, value in placed.items()})

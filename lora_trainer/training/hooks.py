@@ -148,10 +148,12 @@ def result_of(kind: str, run: Run, due: Due, state: TrainState, not_drawn: str |
         lora = "" if run.export is None else f" and weights/{run.folder.name}-{name}.safetensors"
         return f"saved checkpoints/{name}{lora}"
     if run.sample is None:
-        return Problem(f"No images can be generated with lora.type={run.config.lora.type}.")
+        return Problem("no_images_of_kind", f"No images can be generated with lora.type={run.config.lora.type}.")
     if due.stopping.is_last(state):
-        return Problem("The training ends at this step.")
-    return f"generated samples/{name}.png" if not_drawn is None else Problem(f"No images: {not_drawn}.")
+        return Problem("training_ends", "The training ends at this step.")
+    return (
+        f"generated samples/{name}.png" if not_drawn is None else Problem("no_images_drawn", f"No images: {not_drawn}.")
+    )
 
 
 def update_sizes_hook(run: Run, due: Due, reporter: Reporter) -> Hook:

@@ -45,14 +45,18 @@ def pattern_problems(config: Config, family: Family, facts: ModelFacts) -> list[
         shown = f"{', '.join(layers[:MOST_SHOWN])}{' …' if len(layers) > MOST_SHOWN else ''}"
         size = min(most_rank(denoiser.get_submodule(name)) for name in layers)
         message = f"lora.rank_pattern: rank {rank} is above the size of {counted(len(layers), 'layer')} ({shown}): the least is {size}."
-        problems.append(Problem(message, f"Set {size} or less for them."))
+        problems.append(Problem("rank_too_large", message, f"Set {size} or less for them."))
     return problems
 
 
 def unmatched(options: AdapterOptions, names: Sequence[str], texts: tuple[str, ...] = ()) -> list[Problem]:
     """The patterns that match none of the names: of a text encoder's, those with its prefix; else all but `texts`'."""
     return [
-        Problem(f"lora.{table}: {pattern!r} matches none of {len(names)} layers.", like(pattern, names))
+        Problem(
+            "pattern_matches_nothing",
+            f"lora.{table}: {pattern!r} matches none of {len(names)} layers.",
+            like(pattern, names),
+        )
         for table, values in zip(PATTERNS, (options.ranks, options.alphas, options.dropouts), strict=True)
         for pattern in values
         if (pattern.startswith(options.prefix) if options.prefix else not pattern.startswith(texts))

@@ -145,7 +145,7 @@ def next_micro_batches(loader: Iterator[list[MicroBatch]], step: int) -> list[Mi
             raise
         what = "Memory ran out" if is_out_of_memory(error) else "The system failed"
         message = f"{what} while reading the data of step {step + 1} ({first_line(error)})."
-        raise TrainingFailed(Problem(message, READING_FAILED)) from error
+        raise TrainingFailed(Problem("data_unreadable", message, READING_FAILED)) from error
 
 
 def flush_and_make_error(run: Run, state: TrainState, metrics: Metrics, error: UserError) -> TrainingFailed:

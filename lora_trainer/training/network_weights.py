@@ -41,7 +41,7 @@ def check_lora_files(config: Config, family: Family, facts: ModelFacts) -> None:
         others = set(weights.modules) - set(of_component(weights, family.denoiser.component).modules)
         if not found and others:
             message = f"It changes more than the {family.denoiser.component} (first: {min(others)})."
-            found = [Problem(message, "Use a LoRA on that alone.")]
+            found = [Problem("weights_not_trained", message, "Use a LoRA on that alone.")]
         problems += named("model.training_adapter", path, found)
     if (path := config.lora.network_weights) is not None:
         start = read_adapter(lora_path(path))
@@ -63,7 +63,13 @@ def misplaced(weights: AdapterWeights, config: Config, family: Family, facts: Mo
     """
     kind = adapter_kind(config)
     if kind.start_from is None:
-        return [Problem(f"A run with lora.type={config.lora.type} cannot start from a file.", "Set lora.type=lora.")]
+        return [
+            Problem(
+                "kind_starts_from_nothing",
+                f"A run with lora.type={config.lora.type} cannot start from a file.",
+                "Set lora.type=lora.",
+            )
+        ]
     if problems := of_another_kind(weights, config.lora.type):
         return problems
     prefix = family.denoiser.component
@@ -74,11 +80,19 @@ def misplaced(weights: AdapterWeights, config: Config, family: Family, facts: Mo
         name for name in of_component(weights, prefix).modules if name not in {f"{prefix}.{each}" for each in targets}
     ]:
         message = f"{counted(len(untrained), 'module')} of it would not be trained (first: {untrained[0]})."
-        problems.append(Problem(message, "Set lora.target_modules to attention+ff, or to patterns that match them."))
+        problems.append(
+            Problem(
+                "weights_not_trained",
+                message,
+                "Set lora.target_modules to attention+ff, or to patterns that match them.",
+            )
+        )
     texts = family.text_rates(config.text_encoder.learning_rates)
     for component in sorted({name.partition(".")[0] for name in weights.modules} - {prefix, *texts}):
         message = f"It changes {component}, which this run does not train."
-        problems.append(Problem(message, "Set text_encoder.learning_rates, or use a LoRA without it."))
+        problems.append(
+            Problem("weights_not_trained", message, "Set text_encoder.learning_rates, or use a LoRA without it.")
+        )
     adapted = [(prefix, denoiser, targets, denoiser_options(config))]
     for component in sorted(set(texts) & {name.partition(".")[0] for name in weights.modules}):
         encoder = empty_text_encoder(facts.path / component)
@@ -104,10 +118,10 @@ def of_another_kind(weights: AdapterWeights, name: str) -> list[Problem]:
             f"{each} in {counted(len(modules), 'layer')}, first {modules[0]}" for each, modules in of_kinds.items()
         )
         message = f"It has several kinds ({counts}), and a run trains one."
-        return [Problem(message, f"{as_lora[0].upper()}{as_lora[1:]}.")]
+        return [Problem("kinds_differ", message, f"{as_lora[0].upper()}{as_lora[1:]}.")]
     own = next((each for each, spec in ADAPTERS.items() if spec.title in of_kinds), None)
     fix = f"Set lora.type={own}, or {as_lora}." if own else f"{as_lora[0].upper()}{as_lora[1:]}."
-    return [Problem(f"It is {min(of_kinds)}, and lora.type={name} trains {title}.", fix)]
+    return [Problem("kinds_differ", f"It is {min(of_kinds)}, and lora.type={name} trains {title}.", fix)]
 
 
 def by_own_names(weights: AdapterWeights, component: str, modules: Sequence[str]) -> dict[str, LayerUpdate]:
@@ -118,7 +132,7 @@ def by_own_names(weights: AdapterWeights, component: str, modules: Sequence[str]
 
 def named(setting: str, path: str, problems: Sequence[Problem]) -> list[Problem]:
     """The problems with the setting and its file before each."""
-    return [Problem(f"{setting}={path}: {problem.message}", problem.fix) for problem in problems]
+    return [Problem(problem.code, f"{setting}={path}: {problem.message}", problem.fix) for problem in problems]
 
 
 def start_from_file(

@@ -72,7 +72,9 @@ def save_and_make_error(run: Run, state: TrainState, error: UserError) -> Traini
     first, *others = error.problems
     several = run.processes.world > 1
     who = f"Process {run.processes.rank}: " if several and not error.every_process_reports else ""
-    ended = TrainingFailed([Problem(who + first.message, f"{resume_hint(run.checkpoints)} {first.fix}"), *others])
+    ended = TrainingFailed(
+        [Problem(first.code, who + first.message, f"{resume_hint(run.checkpoints)} {first.fix}"), *others]
+    )
     ended.every_process_reports = several
     return ended
 
@@ -87,7 +89,7 @@ def out_of_memory_error(when: str, reason: str, *, is_sharded: bool = False) -> 
     why = "and with memory.fsdp no process can repeat a pass alone"
     why = why if is_sharded else "one sample at a time and with nothing left to reduce"
     message = f"Out of memory {when} ({reason}), {why}."
-    return TrainingFailed(Problem(message, SMALLER_RUN))
+    return TrainingFailed(Problem("out_of_memory", message, SMALLER_RUN))
 
 
 class WeightsLost(TrainingFailed):

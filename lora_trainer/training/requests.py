@@ -41,16 +41,20 @@ class RunRequest:
 def parse_request(document: object) -> RunRequest:
     """The request that a JSON document makes. Raises UsageError with everything that is wrong with it."""
     if not isinstance(document, dict):
-        raise UsageError(Problem("A request is a JSON object.", AS_FILES))
+        raise UsageError(Problem("request_invalid", "A request is a JSON object.", AS_FILES))
     do, prompts, problems = document.get("do"), document.get("prompts", []), list[Problem]()
     if do not in KINDS:
-        problems.append(Problem(f"There is no request {repr(do)[:SHOWN]}.", nearest(str(do)[:SHOWN], KINDS)))
+        problems.append(
+            Problem("unknown_request", f"There is no request {repr(do)[:SHOWN]}.", nearest(str(do)[:SHOWN], KINDS))
+        )
     if strange := sorted(document.keys() - {"do", "prompts"}):
-        problems.append(Problem(f"A request has no {repr(strange[0])[:SHOWN]}.", AS_FILES))
+        problems.append(Problem("request_invalid", f"A request has no {repr(strange[0])[:SHOWN]}.", AS_FILES))
     if do == "prompts":
         problems += prompt_problems(prompts)
     elif prompts != []:
-        problems.append(Problem("Prompts belong to the request `prompts`.", "Send it first, then `sample`."))
+        problems.append(
+            Problem("request_invalid", "Prompts belong to the request `prompts`.", "Send it first, then `sample`.")
+        )
     if problems:
         raise UsageError(problems)
     return RunRequest(str(do), tuple(prompts))
@@ -59,16 +63,22 @@ def parse_request(document: object) -> RunRequest:
 def prompt_problems(prompts: object) -> list[Problem]:
     """What is wrong with the prompts of a request."""
     if not isinstance(prompts, list) or not all(isinstance(each, str) and each.strip() for each in prompts):
-        return [Problem("Prompts are a list of texts that are not empty.", "Leave the empty ones out.")]
+        return [
+            Problem("request_invalid", "Prompts are a list of texts that are not empty.", "Leave the empty ones out.")
+        ]
     found = []
     if not 1 <= len(prompts) <= MOST_PROMPTS:
-        found.append(Problem(f"There are {counted(len(prompts), 'prompt')}.", f"Name 1 to {MOST_PROMPTS}."))
+        found.append(
+            Problem("request_invalid", f"There are {counted(len(prompts), 'prompt')}.", f"Name 1 to {MOST_PROMPTS}.")
+        )
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) > LONGEST_PROMPT:
             message = f"Prompt {number} has {len(prompt)} characters."
-            found.append(Problem(message, f"Shorten it to {LONGEST_PROMPT}."))
+            found.append(Problem("request_invalid", message, f"Shorten it to {LONGEST_PROMPT}."))
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            found.append(Problem(f"Prompt {number} has characters that are not UTF-8.", "Leave them out."))
+            found.append(
+                Problem("request_invalid", f"Prompt {number} has characters that are not UTF-8.", "Leave them out.")
+            )
     return found
 
 
@@ -117,7 +127,7 @@ class Requests:
         self.restart()
         self.read()
         self._agreed, self._sent = self._sent, {}
-        self.answer(self._step, lambda kind: Problem("The training ended before this was done."))
+        self.answer(self._step, lambda kind: Problem("training_ends", "The training ended before this was done."))
 
     def restart(self) -> None:
         """Forget what was read and not answered, before the first step and after a rollback: it is read again."""
@@ -157,7 +167,7 @@ class Requests:
         self._agreed, self.due = {}, frozenset()
         sentences = []
         for name, request in agreed.items():
-            result = result_of(request.do) if request.problem is None else Problem(request.problem)
+            result = result_of(request.do) if request.problem is None else Problem("request_invalid", request.problem)
             document: dict[str, Any] = {"do": request.do, "step": step}
             if request.prompts:
                 document["prompts"] = list(request.prompts)

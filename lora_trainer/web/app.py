@@ -61,7 +61,10 @@ def log_in(sent: Login, request: Request, state: State) -> Response:
     """Take the token once, and keep it in a cookie that scripts cannot read."""
     token = state.options.token
     if token is not None and not token.is_it(sent.token):
-        raise Refusal(401, Problem("The token is wrong.", "`lora-trainer ui` printed it when it was first started."))
+        raise Refusal(
+            401,
+            Problem("token_wrong", "The token is wrong.", "`lora-trainer ui` printed it when it was first started."),
+        )
     answer = JSON({"needs_token": token is not None})
     if token is not None:
         is_secure = request.url.scheme == "https"
@@ -90,11 +93,17 @@ def make_app(options: ServerOptions) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     def wrong_request(request: Request, error: RequestValidationError) -> Response:
         fields = [(".".join(map(str, each["loc"][1:])) or "The request", each["msg"]) for each in error.errors()]
-        return answer_of(Refusal(422, [Problem(f"{name}: {what}.", "See /openapi.json.") for name, what in fields]))
+        return answer_of(
+            Refusal(
+                422, [Problem("request_invalid", f"{name}: {what}.", "See /openapi.json.") for name, what in fields]
+            )
+        )
 
     @app.exception_handler(HTTPException)
     def http_error(request: Request, error: HTTPException) -> Response:
-        answer = answer_of(Refusal(error.status_code, Problem(f"{error.detail}.", "See /openapi.json.")))
+        answer = answer_of(
+            Refusal(error.status_code, Problem("request_refused", f"{error.detail}.", "See /openapi.json."))
+        )
         answer.headers.update(error.headers or {})
         return answer
 
@@ -102,9 +111,9 @@ def make_app(options: ServerOptions) -> FastAPI:
     def unexpected(request: Request, error: Exception) -> Response:
         """A full disk, a file that cannot be read, or a bug; the traceback is in the terminal of the server."""
         if isinstance(error, OSError) and refusal(error) in FULL:
-            return answer_of(Refusal(507, Problem("The disk is full.", "Free some space.")))
+            return answer_of(Refusal(507, Problem("disk_full", "The disk is full.", "Free some space.")))
         message = f"This is a bug in lora-trainer, or a file cannot be read: {type(error).__name__}."
-        return answer_of(Refusal(500, Problem(message, "The terminal of `lora-trainer ui` shows more.")))
+        return answer_of(Refusal(500, Problem("bug", message, "The terminal of `lora-trainer ui` shows more.")))
 
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=6)
     app.add_middleware(Guard, token=options.token)

@@ -50,9 +50,9 @@ class AskedSettings(BaseModel):
         for name, value in self.settings.items():
             section, dot, key = name.partition(".")
             if name in NOT_HERE:
-                problems.append(Problem(f"{name} cannot be set here.", NOT_HERE[name]))
+                problems.append(Problem("setting_not_allowed", f"{name} cannot be set here.", NOT_HERE[name]))
             elif not (dot and section and key):
-                problems.append(Problem(f"{name} is not a setting.", settings_like(name)))
+                problems.append(Problem("unknown_setting", f"{name} is not a setting.", settings_like(name)))
             else:
                 found.setdefault(section, {})[key] = EMPTY if value is None else value
         return found
@@ -110,7 +110,9 @@ def refuse_outside(values: Iterable[Mapping[str, Any]], roots: Sequence[Path], p
         run = layer.get("run")
         commands = ("on_finish", "on_failure")
         found = [key for key in commands if isinstance(run, Mapping) and run.get(key) not in (None, EMPTY)]
-        problems.extend(Problem(f"run.{key} cannot be set here.", NOT_HERE[f"run.{key}"]) for key in found)
+        problems.extend(
+            Problem("setting_not_allowed", f"run.{key} cannot be set here.", NOT_HERE[f"run.{key}"]) for key in found
+        )
 
 
 def named_places(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -126,6 +126,10 @@ def refuse_wrong_text(caption: str, name: str) -> None:
     except UnicodeEncodeError:
         size = -1
     if size < 0 or CONTROL.search(caption):
-        raise Refusal(422, Problem(f"The caption of {name[:200]} has control codes.", "Remove them."))
+        raise Refusal(
+            422, Problem("caption_invalid", f"The caption of {name[:200]} has control codes.", "Remove them.")
+        )
     if size >= MOST_CAPTION_BYTES:
-        raise Refusal(422, Problem(f"The caption of {name[:200]} is larger than 1 MiB.", "Shorten it."))
+        raise Refusal(
+            422, Problem("caption_too_large", f"The caption of {name[:200]} is larger than 1 MiB.", "Shorten it.")
+        )

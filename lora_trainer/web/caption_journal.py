@@ -59,7 +59,9 @@ def bytes_of(path: Path) -> bytes | None:
     except TextError as error:
         if not os.path.lexists(path):
             return None
-        raise Refusal(409, Problem(f"{path.name} {error}.", "Remove it, or replace it by a short text.")) from None
+        raise Refusal(
+            409, Problem("file_unreadable", f"{path.name} {error}.", "Remove it, or replace it by a short text.")
+        ) from None
 
 
 def write_captions(root: Path, changes: Sequence[CaptionChange]) -> None:
@@ -71,7 +73,9 @@ def write_captions(root: Path, changes: Sequence[CaptionChange]) -> None:
     folders, are_many = {each.file.parent for each in changes}, len(changes) > FLUSHED_ONE_BY_ONE
     for folder in folders:
         if not Path(os.path.realpath(folder)).is_relative_to(real):
-            raise Refusal(403, Problem(f"{folder} leads out of the dataset.", "Make a copy of the dataset."))
+            raise Refusal(
+                403, Problem("leads_out_of_data", f"{folder} leads out of the dataset.", "Make a copy of the dataset.")
+            )
     staged: list[tuple[str, CaptionChange]] = []
     try:
         for folder in folders if are_many else ():
@@ -209,7 +213,12 @@ class CaptionJournal:
         """
         step = self.next(undone=not back)
         if step is None:
-            raise Refusal(409, Problem(f"There is nothing to {'undo' if back else 'redo'}.", "Load the page again."))
+            raise Refusal(
+                409,
+                Problem(
+                    "nothing_to_undo", f"There is nothing to {'undo' if back else 'redo'}.", "Load the page again."
+                ),
+            )
         with self._open() as journal:
             question = "SELECT image, file, before, after FROM changes WHERE step = ?"
             rows = journal.execute(question, (step.number,)).fetchall()
@@ -232,4 +241,6 @@ def refuse_changed(changes: Sequence[CaptionChange]) -> None:
     if wrong:
         named = ", ".join(each.image for each in wrong[:MOST_NAMED]) + (" …" if len(wrong) > MOST_NAMED else "")
         message = f"{len(wrong)} of {len(changes)} captions were changed by somebody else meanwhile: {named}."
-        raise Refusal(409, Problem(message, "Nothing was written. Load the page again to see them."))
+        raise Refusal(
+            409, Problem("caption_changed_meanwhile", message, "Nothing was written. Load the page again to see them.")
+        )

@@ -45,7 +45,7 @@ class Child:
     def stop(self) -> None:
         """Let it save and stop, as Ctrl-C does. Raises Refusal where it has ended."""
         if not self.is_alive:
-            raise Refusal(409, Problem(f"{self.name} does not run.", "Look at its log."))
+            raise Refusal(409, Problem("not_running", f"{self.name} does not run.", "Look at its log."))
         stop_process(self.pid, self.created)
 
 
@@ -73,7 +73,9 @@ class Children:
         with self._lock:
             known = self._read(name)
             if known is not None and known.is_alive:
-                raise Refusal(409, Problem(f"{name} is starting, or runs.", "Wait for it, or stop it."))
+                raise Refusal(
+                    409, Problem("already_running", f"{name} is starting, or runs.", "Wait for it, or stop it.")
+                )
             self._logs.mkdir(parents=True, exist_ok=True)
             with open(self.log(name), "ab" if again else "wb") as log:
                 process = subprocess.Popen(
@@ -163,14 +165,21 @@ def is_running(pid: int, started: float) -> bool:
 def stop_process(pid: int, started: float) -> None:
     """Let a process save and stop. Raises Refusal where that cannot be, and where the number is another process's now."""
     if not is_running(pid, started):
-        raise Refusal(409, Problem("The run has just ended.", "Look at its verdict."))
+        raise Refusal(409, Problem("not_running", "The run has just ended.", "Look at its verdict."))
     if os.name != "posix":
         raise Refusal(
-            409, Problem("A process cannot be asked to save on this system.", "Press Ctrl-C in its terminal.")
+            409,
+            Problem(
+                "signal_not_supported",
+                "A process cannot be asked to save on this system.",
+                "Press Ctrl-C in its terminal.",
+            ),
         )
     try:
         os.kill(pid, signal.SIGTERM)  # a shell may let its background processes ignore SIGINT
     except ProcessLookupError:
-        raise Refusal(409, Problem("The run has just ended.", "Look at its verdict.")) from None
+        raise Refusal(409, Problem("not_running", "The run has just ended.", "Look at its verdict.")) from None
     except PermissionError:
-        raise Refusal(409, Problem("The run belongs to another user.", "Stop it in its terminal.")) from None
+        raise Refusal(
+            409, Problem("of_other_user", "The run belongs to another user.", "Stop it in its terminal.")
+        ) from None

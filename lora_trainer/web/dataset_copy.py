@@ -40,7 +40,9 @@ def copy_dataset(path: str, target: Path, roots: Sequence[Path]) -> dict[str, An
         found = read_samples(path, roots, watch("reading"))
         samples = [each for each in found.manifest.samples if found.around.holds(each)]
         if not samples:
-            raise UsageError(Problem("The dataset has no image that can be copied.", "Check it first."))
+            raise UsageError(
+                Problem("no_usable_image", "The dataset has no image that can be copied.", "Check it first.")
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target.parent, A_WEEK)  # of copies that were killed
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
@@ -61,7 +63,9 @@ def copy_dataset(path: str, target: Path, roots: Sequence[Path]) -> dict[str, An
                     write_text(whole / SETTINGS_FILE, tomli_w.dumps({name: of for name, of in values.items() if of}))
             places = {place: target.with_name(f"{target.name}-{place.name}") for place in sorted(controls.glob("*"))}
             if taken := next((each for each in (target, *places.values()) if os.path.lexists(each)), None):
-                raise UsageError(Problem(f"There is a dataset {taken.name} already.", "Choose another name."))
+                raise UsageError(
+                    Problem("name_taken", f"There is a dataset {taken.name} already.", "Choose another name.")
+                )
             for place, end in {whole: target, **places}.items():
                 os.rename(place, end)
     document: dict[str, Any] = {"path": str(target), "images": len(samples), "captions": writer.captions}

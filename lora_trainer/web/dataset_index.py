@@ -102,7 +102,9 @@ class IndexReading:
             self.problems = [Problem(*each) for each in last["problems"]]
         else:
             message = "The list of images was not made: its process ended."
-            self.problems = [Problem(message, "Try again, or use `lora-trainer check --quick` in a terminal.")]
+            self.problems = [
+                Problem("process_lost", message, "Try again, or use `lora-trainer check --quick` in a terminal.")
+            ]
         self.ended.set()
 
     def read(self) -> dict[str, Any]:
@@ -337,7 +339,9 @@ class DatasetIndex:
         cursor = self.file.execute("SELECT * FROM images WHERE name = ?", (name.encode("utf-8", "replace").decode(),))
         found = cursor.fetchone()
         if found is None:
-            raise Refusal(404, Problem(f"The dataset has no image {name[:200]}.", "Load the page again."))
+            raise Refusal(
+                404, Problem("image_missing", f"The dataset has no image {name[:200]}.", "Load the page again.")
+            )
         return dict(zip([each[0] for each in cursor.description], found, strict=True))
 
     def fresh(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -160,7 +160,11 @@ class Surroundings:
                     self.stamps[path] = stamp, sum_of_names(os.listdir(path))
         if wrong := wrong or next((each for each in tables if not self.is_inside(each)), None):
             raise UsageError(
-                Problem(f"{wrong} leads out of the folders that this server may read.", "Remove the link.")
+                Problem(
+                    "outside_folders",
+                    f"{wrong} leads out of the folders that this server may read.",
+                    "Remove the link.",
+                )
             )
         for path in tables[:MOST_STAMPED]:
             with contextlib.suppress(OSError):
@@ -229,7 +233,13 @@ def remote_problems(source: SourceSection) -> list[Problem]:
         with contextlib.suppress(TextError):
             named += names_in(read_text(Path(source.path), MOST_INDEX_BYTES))
     if any(is_url(each) for each in named):
-        return [Problem("Images on a server are not shown here.", "Download the shards; or train on them as they are.")]
+        return [
+            Problem(
+                "image_not_shown",
+                "Images on a server are not shown here.",
+                "Download the shards; or train on them as they are.",
+            )
+        ]
     return []
 
 
@@ -347,10 +357,10 @@ def main() -> None:
             write_index(json.loads(sys.stdin.readline()), say)
             write({"problems": []})
         except UserError as error:
-            write({"problems": [(each.message, each.fix) for each in error.problems]})
+            write({"problems": [(each.code, each.message, each.fix) for each in error.problems]})
         except (OSError, sqlite3.Error) as error:
             fix = "Check the disk of the server's folder of runs."
-            write({"problems": [(f"The list of images could not be written: {error}.", fix)]})
+            write({"problems": [("data_unreadable", f"The list of images could not be written: {error}.", fix)]})
 
 
 if __name__ == "__main__":

@@ -100,7 +100,9 @@ def write_captions_of(sent: Captions, state: State) -> Response:
         shared, changes = SharedNames(index), list[CaptionChange]()
         twice = [name for name, count in Counter(each.name for each in sent.changes).items() if count > 1]
         if twice:
-            raise Refusal(422, Problem(f"{twice[0][:200]} is named twice.", "Send one caption for each image."))
+            raise Refusal(
+                422, Problem("name_twice", f"{twice[0][:200]} is named twice.", "Send one caption for each image.")
+            )
         for each in sent.changes:
             row = index.row(each.name)
             refuse_wrong_text(each.caption or "", each.name)
@@ -113,7 +115,10 @@ def write_captions_of(sent: Captions, state: State) -> Response:
                 message = (
                     f"The caption of {each.name[:200]} was changed by somebody else meanwhile: {now[:500] or '(empty)'}"
                 )
-                raise Refusal(409, Problem(message, "Nothing was written. Look at it, and save again."))
+                raise Refusal(
+                    409,
+                    Problem("caption_changed_meanwhile", message, "Nothing was written. Look at it, and save again."),
+                )
             changes.append(CaptionChange(each.name, place, data, data_of(each.caption)))
         changes = [each for each in changes if each.before != each.after]
         title = f"Caption of {changes[0].image}" if len(changes) == 1 else f"Captions of {len(changes)} images"
@@ -197,20 +202,25 @@ def caption_place(row: Mapping[str, Any], shared: SharedNames) -> Path:
     """The file of an image's caption: that which is read, else its name with .txt. Raises Refusal where there is none."""
     if row["span_file"] is not None:
         fix = "Make a copy of the dataset: it has plain files."
-        raise Refusal(409, Problem(f"{row['name']} lies in a shard, which is only read.", fix))
+        raise Refusal(409, Problem("read_only_shard", f"{row['name']} lies in a shard, which is only read.", fix))
     image = Path(os.fsdecode(row["path"]))
     if row["caption_file"] is not None:
         place = Path(os.fsdecode(row["caption_file"]))
         if ending_of(place.name) == JSON_ENDING:
             fix = "Make a copy of the dataset: it has captions as text."
-            raise Refusal(409, Problem(f"The caption of {row['name']} is in {place.name}, which is only read.", fix))
+            raise Refusal(
+                409,
+                Problem(
+                    "read_only_shard", f"The caption of {row['name']} is in {place.name}, which is only read.", fix
+                ),
+            )
         if row["caption_file"] in shared.files:
             message = f"{row['name']} and another image share the caption {place.name}."
-            raise Refusal(409, Problem(message, "Rename one of them."))
+            raise Refusal(409, Problem("caption_shared", message, "Rename one of them."))
     else:
         place = image.with_name(f"{image.name}.txt") if row["stem"] in shared.stems else image.with_suffix(".txt")
     if place.is_symlink():
-        raise Refusal(409, Problem(f"{place.name} is a link.", "Replace it by a file."))
+        raise Refusal(409, Problem("path_is_link", f"{place.name} is a link.", "Replace it by a file."))
     return place
 
 
@@ -266,7 +276,9 @@ def refuse_links(path: Path, state: ServerState) -> None:
         refuse_unread(index)
         if left_out := int(index.fact("left_out") or 0):
             message = f"{left_out} files of the dataset lead out of the folders that this server may read."
-            raise Refusal(409, Problem(message, "Make a copy, which leaves them out; or use a terminal."))
+            raise Refusal(
+                409, Problem("outside_folders", message, "Make a copy, which leaves them out; or use a terminal.")
+            )
 
 
 @router.post("/read", status_code=202)
@@ -324,14 +336,21 @@ def caption_dataset(sent: AutoCaption, state: State) -> Response:
     """`caption --in-place` as a task: images without a caption get one. No caption is overwritten."""
     path, model = editable(sent.path, state), allowed(sent.model, state.roots)
     if not model.is_dir():
-        raise Refusal(422, Problem(f"{sent.model[:300]} is no folder of a model.", "Name a local folder."))
+        raise Refusal(
+            422, Problem("model_missing", f"{sent.model[:300]} is no folder of a model.", "Name a local folder.")
+        )
     refuse_links(path, state)
     index = index_of(path, state)
     with index.lock:
         folders = index.file.execute("SELECT path FROM stamps WHERE names IS NOT NULL").fetchall()
     for folder in (os.fsdecode(each) for (each,) in folders):
         if not Path(os.path.realpath(folder)).is_relative_to(path):
-            raise Refusal(409, Problem(f"{folder} is a link: its captions would be written elsewhere.", "Make a copy."))
+            raise Refusal(
+                409,
+                Problem(
+                    "path_is_link", f"{folder} is a link: its captions would be written elsewhere.", "Make a copy."
+                ),
+            )
     arguments = ["caption", str(path), "--model", str(model), "--in-place", "--offline"]
     arguments += ["--threshold", f"{sent.threshold:g}"]
     about = {"dataset": str(path), "model": str(model)}

@@ -66,7 +66,9 @@ class SizesOf(BaseModel):
         """The family that the buckets are of. Raises Refusal for one that there is not."""
         family = self.family or (BUILTIN if path == DATA_FOLDER else USUAL_FAMILY)
         if family != BUILTIN and family not in FAMILIES:
-            raise Refusal(422, Problem(f"{family} is no family of models.", "GET /api/datasets lists them."))
+            raise Refusal(
+                422, Problem("family_unknown", f"{family} is no family of models.", "GET /api/datasets lists them.")
+            )
         return family
 
 
@@ -113,9 +115,12 @@ def editable(path: str | Path, state: ServerState) -> Path:
     parts = real.relative_to(root).parts if real.is_relative_to(root) else ()
     if not parts or any(part.startswith(".") for part in parts):
         message = f"{real.name} is only shown: nothing is written into a folder outside of {state.datasets}."
-        raise Refusal(403, Problem(message, "Make a copy, and edit that."))
+        raise Refusal(403, Problem("folder_only_shown", message, "Make a copy, and edit that."))
     if not real.is_dir():
-        raise Refusal(404, Problem(f"There is no dataset {real.name} in {state.datasets}.", "Make a copy first."))
+        raise Refusal(
+            404,
+            Problem("dataset_missing", f"There is no dataset {real.name} in {state.datasets}.", "Make a copy first."),
+        )
     return real
 
 
@@ -133,9 +138,13 @@ def refuse_wrong_name(name: str) -> str:
     if wrong or WRONG_IN_NAMES.search(name) or RESERVED.fullmatch(name):
         shown = name.encode("unicode_escape").decode()[:200]
         fix = 'Use letters, digits, spaces, points, hyphens; no point in front, none of < > : " | ? * \\ and no name of a device.'
-        raise Refusal(422, Problem(f"{shown or 'Nothing'} is not a name that every system can have.", fix))
+        raise Refusal(
+            422, Problem("name_invalid", f"{shown or 'Nothing'} is not a name that every system can have.", fix)
+        )
     if len(name.encode()) > LONGEST_NAME:
-        raise Refusal(422, Problem(f"{name[:60]}… is too long a name.", f"Use at most {LONGEST_NAME} bytes."))
+        raise Refusal(
+            422, Problem("name_too_long", f"{name[:60]}… is too long a name.", f"Use at most {LONGEST_NAME} bytes.")
+        )
     return name
 
 
@@ -144,14 +153,14 @@ def new_place(name: str, state: ServerState) -> Path:
     place = state.datasets / refuse_wrong_name(name)
     running = (row for row in state.tasks.rows() if row["status"] == "running")
     if os.path.lexists(place) or any(row["about"].get("target") == str(place) for row in running):
-        raise Refusal(409, Problem(f"There is a dataset {name} already.", "Choose another name."))
+        raise Refusal(409, Problem("name_taken", f"There is a dataset {name} already.", "Choose another name."))
     return place
 
 
 def readable(path: str, state: ServerState) -> Path:
     """The place of a dataset that may be read. Raises Refusal."""
     if is_url(path) or path.startswith(("http://", "https://")):
-        raise Refusal(422, Problem("Images on a server are not shown here.", "Download the shards."))
+        raise Refusal(422, Problem("image_not_shown", "Images on a server are not shown here.", "Download the shards."))
     return allowed(path, state.roots)
 
 
@@ -336,7 +345,7 @@ def list_names(asked: Annotated[ImageNames, Query()], state: State) -> Response:
 def refuse_unread(index: DatasetIndex) -> None:
     """Raise Refusal while the list of a dataset is not there."""
     if not index.is_there:
-        raise Refusal(409, Problem("The images are still being read.", "Try again in a moment."))
+        raise Refusal(409, Problem("still_reading", "The images are still being read.", "Try again in a moment."))
 
 
 class OneImage(Named):
@@ -368,7 +377,7 @@ def show_image(asked: Annotated[OneImage, Query()], state: State) -> Response:
     span, roots = None, state.roots
     if asked.what == "mask":
         if row["mask"] is None:
-            raise Refusal(404, Problem(f"{asked.name[:200]} has no mask.", "Draw one."))
+            raise Refusal(404, Problem("mask_missing", f"{asked.name[:200]} has no mask.", "Draw one."))
         place = Path(os.fsdecode(row["mask"]))
     elif row["span_file"] is None:
         place = Path(os.fsdecode(row["path"]))
@@ -392,7 +401,9 @@ def show_image(asked: Annotated[OneImage, Query()], state: State) -> Response:
             content = content_of(real, span)
         answer = FileResponse(small_copy(real, span, content, width, state.own / "thumbnails", is_mask=is_mask))
     except OSError:
-        raise Refusal(404, Problem(f"{asked.name[:200]} cannot be read.", "Load the page again.")) from None
+        raise Refusal(
+            404, Problem("image_unreadable", f"{asked.name[:200]} cannot be read.", "Load the page again.")
+        ) from None
     kept = f"private, max-age={A_YEAR}, immutable" if content == asked.content else "private, no-cache"
     answer.headers["cache-control"] = kept
     return answer

@@ -66,7 +66,9 @@ def delete_mask(asked: Annotated[MaskOf, Query()], state: State) -> Response:
     """Remove the mask of an image: all of it counts again."""
     index, row, image = image_to_mask(asked, state)
     if not masks_of(image):
-        raise Refusal(404, Problem(f"{asked.name[:200]} has no mask beside it.", "Load the page again."))
+        raise Refusal(
+            404, Problem("mask_missing", f"{asked.name[:200]} has no mask beside it.", "Load the page again.")
+        )
     return JSON(took_mask(index, row, image, None))
 
 
@@ -80,12 +82,15 @@ def image_to_mask(asked: MaskOf, state: ServerState) -> tuple[DatasetIndex, Mapp
     image = Path(os.fsdecode(row["path"]))
     if row["span_file"] is not None:
         fix = "Make a copy of the dataset: it has plain files."
-        raise Refusal(409, Problem(f"{asked.name[:200]} lies in a shard, which is only read.", fix))
+        raise Refusal(409, Problem("read_only_shard", f"{asked.name[:200]} lies in a shard, which is only read.", fix))
     if not Path(os.path.realpath(image.parent)).is_relative_to(folder):
-        raise Refusal(403, Problem(f"{image.parent} leads out of the dataset.", "Make a copy of the dataset."))
+        raise Refusal(
+            403,
+            Problem("leads_out_of_data", f"{image.parent} leads out of the dataset.", "Make a copy of the dataset."),
+        )
     if is_shared:
         message = f"{asked.name[:200]} and another image would share a mask: they differ in their endings alone."
-        raise Refusal(409, Problem(message, "Rename one of them."))
+        raise Refusal(409, Problem("mask_shared", message, "Rename one of them."))
     return index, row, image
 
 
@@ -93,17 +98,17 @@ def take_mask(drawn: Path, image: Path) -> dict[str, Any]:
     """Write a mask beside its image, whole or not at all. Raises Refusal for one that does not fit it, and OSError."""
     facts = read_headers([(image, None)])[0]
     if isinstance(facts, BrokenImageError):
-        raise Refusal(409, Problem(f"{image.name} {facts.message}", facts.fix))
+        raise Refusal(409, Problem(facts.code, f"{image.name} {facts.message}", facts.fix))
     pixels = facts.width * facts.height
     if pixels > MOST_PIXELS:
-        raise Refusal(409, Problem(f"{image.name} is too large to draw on.", "Scale it down."))
+        raise Refusal(409, Problem("image_too_large", f"{image.name} is too large to draw on.", "Scale it down."))
     with atomic_path(image.with_name(f"{image.stem}{MASK_LABEL}.png")) as target, decoding:
         task = Task([str(image), str(drawn), str(target)], pixels, HEADER_SECONDS + pixels / PIXELS_A_SECOND)
         found = next(result for _, result in run_tasks("mask", [task]))
         if isinstance(found, str):
             found = {"broken": [lost(found).code, lost(found).message, lost(found).fix]}
         if "broken" in found:
-            raise Refusal(422, Problem(f"The mask {found['broken'][1]}", found["broken"][2]))
+            raise Refusal(422, Problem("mask_unreadable", f"The mask {found['broken'][1]}", found["broken"][2]))
         if "errno" in found:
             raise OSError(found["errno"], os.strerror(found["errno"]))
     return {"file": f"{image.stem}{MASK_LABEL}.png", "width": facts.width, "height": facts.height, **found}

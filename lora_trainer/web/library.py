@@ -129,7 +129,7 @@ def delete_sheet(sheet: str, state: State) -> Response:
     """Delete the images of a sheet."""
     folder = folder_of_sheet(sheet, state)
     if sheet_document(folder, state)["status"] == "running":
-        raise Refusal(409, Problem("Its images are being generated.", "Stop that first."))
+        raise Refusal(409, Problem("still_generating", "Its images are being generated.", "Stop that first."))
     shutil.rmtree(folder)
     return JSON({})
 
@@ -202,7 +202,7 @@ def show_preview(lora: str, state: State, width: Width = None) -> Response:
     """The image beside a file, as other programs put it there."""
     path = preview_beside(Path(state.loras.row(lora)["path"]), state.roots)
     if path is None:
-        raise Refusal(404, Problem("There is no image beside this file.", "Generate some with it."))
+        raise Refusal(404, Problem("image_missing", "There is no image beside this file.", "Generate some with it."))
     return answer_with(path if width is None else thumbnail(path, width, state.own / "thumbnails"), "image")
 
 
@@ -211,7 +211,12 @@ def delete_lora(lora: str, state: State) -> Response:
     """Move a file of the library, with its learned tokens, to the trash, which is a folder too."""
     row = state.loras.row(lora)
     if not row["can_delete"]:
-        raise Refusal(409, Problem(f"{row['name']} is not in the library.", "Delete its run, or the file where it is."))
+        raise Refusal(
+            409,
+            Problem(
+                "lora_missing", f"{row['name']} is not in the library.", "Delete its run, or the file where it is."
+            ),
+        )
     path = Path(row["path"])
     trash = state.own / "trash" / f"{LIBRARY}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     trash.mkdir(parents=True)

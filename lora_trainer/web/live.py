@@ -172,5 +172,5 @@ async def live(request: Request) -> Response:
     `{"queue": ...}`, `{"task": row}`, `{"machine": ...}`."""
     watcher: Watcher = request.app.state.server.watcher
     if watcher.is_full:
-        raise Refusal(503, Problem(f"{MOST_LISTENERS} pages are open.", "Close some."))
+        raise Refusal(503, Problem("too_many_listeners", f"{MOST_LISTENERS} pages are open.", "Close some."))
     return StreamingResponse(watcher.listen(), media_type="text/event-stream")

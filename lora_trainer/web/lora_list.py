@@ -90,7 +90,7 @@ class LoraList:
         """The row of a file. Raises Refusal where there is none."""
         found = next((row for row in self.rows()[0] if row["id"] == name), None)
         if found is None:
-            raise Refusal(404, Problem(f"There is no LoRA {name[:100]}.", "GET /api/loras lists them."))
+            raise Refusal(404, Problem("lora_missing", f"There is no LoRA {name[:100]}.", "GET /api/loras lists them."))
         allowed(found["path"], self.roots)  # a link may have changed
         return found
 
@@ -108,14 +108,19 @@ class LoraList:
         roots = [Path(os.path.realpath(root)) for root in self.roots]
         root = max((each for each in roots if folder.is_relative_to(each)), key=lambda each: len(each.parts))
         if any(part.startswith(".") for part in folder.relative_to(root).parts):
-            raise Refusal(403, Problem(f"{folder} is a hidden folder.", "Start the server with it as --root."))
+            raise Refusal(
+                403, Problem("folder_hidden", f"{folder} is a hidden folder.", "Start the server with it as --root.")
+            )
         if not folder.is_dir():
-            raise Refusal(422, Problem(f"{folder} is not a folder.", "Name a folder of LoRA files."))
+            raise Refusal(422, Problem("folder_missing", f"{folder} is not a folder.", "Name a folder of LoRA files."))
         with self._lock:
             kept = self.folders()
             if str(folder) not in kept:
                 if len(kept) >= MOST_FOLDERS:
-                    raise Refusal(409, Problem(f"{len(kept)} folders are listed already.", "Remove one of them."))
+                    raise Refusal(
+                        409,
+                        Problem("too_many_folders", f"{len(kept)} folders are listed already.", "Remove one of them."),
+                    )
                 write_json(self.own / FOLDERS, [*kept, str(folder)])
         return folder
 
@@ -124,7 +129,10 @@ class LoraList:
         with self._lock:
             kept = self.folders()
             if named not in kept:
-                raise Refusal(404, Problem(f"{named[:300]} is not listed.", "GET /api/loras lists the folders."))
+                raise Refusal(
+                    404,
+                    Problem("folder_not_listed", f"{named[:300]} is not listed.", "GET /api/loras lists the folders."),
+                )
             write_json(self.own / FOLDERS, [each for each in kept if each != named])
 
     def _files(self, runs: Mapping[Path, Any]) -> Iterator[FoundFile]:

@@ -76,7 +76,11 @@ def start_tool(asked: AskedTool, state: ServerState) -> dict[str, Any]:
     taken, target = target_of(asked.name, state, problems)
     known = {row["id"]: row for row in state.loras.rows()[0]} if asked.loras else {}
     rows = [known[each] for each in asked.loras if each in known]
-    problems += [Problem(f"There is no LoRA {each}.", "Choose another.") for each in asked.loras if each not in known]
+    problems += [
+        Problem("lora_missing", f"There is no LoRA {each}.", "Choose another.")
+        for each in asked.loras
+        if each not in known
+    ]
     problems += [*option_problems(asked), *file_problems(asked, rows)]
     places = read_places(asked, state, problems)
     if problems or taken:
@@ -104,16 +108,18 @@ def target_of(name: str, state: ServerState, problems: list[Problem]) -> tuple[l
     stem = name.strip().removesuffix(ENDING)
     if not NAME.fullmatch(stem) or TOKENS in stem:
         fix = "Use letters, digits, spaces and . , ( ) + = - _, beginning with a letter or digit, 120 at most."
-        problems.append(Problem(f"{name[:100]!r} is not a name for a file.", fix))
+        problems.append(Problem("name_invalid", f"{name[:100]!r} is not a name for a file.", fix))
         return [], state.loras.library / "none"
     target = state.loras.library / f"{stem}{ENDING}"
     folder = target.parent
     if folder.is_symlink() or (folder / FILE).exists() or (folder.exists() and not folder.is_dir()):
         message = f"{folder} is not a folder of LoRA files, but a run, a link or a file."
-        problems.append(Problem(message, f"Rename it: what the tools write goes to {LIBRARY}."))
+        problems.append(Problem("folder_unusable", message, f"Rename it: what the tools write goes to {LIBRARY}."))
     running = [row for row in state.tasks.rows() if row["status"] == "running" and row["kind"] == KIND]
     if os.path.lexists(target) or any(row["about"].get("output") == target.name for row in running):
-        return [Problem(f"There is a LoRA {target.name} in the library already.", "Choose another name.")], target
+        return [
+            Problem("name_taken", f"There is a LoRA {target.name} in the library already.", "Choose another name.")
+        ], target
     return [], target
 
 
@@ -122,7 +128,7 @@ def option_problems(asked: AskedTool) -> list[Problem]:
     sent = asked.model_fields_set - {"tool", "name", "loras"}
     options = [each for each in sorted(sent) if getattr(asked, each) is not None]
     found = [
-        Problem(f"{each} is not for {asked.tool}.", "Leave it out.")
+        Problem("flag_not_for_command", f"{each} is not for {asked.tool}.", "Leave it out.")
         for each in options
         if each not in OPTIONS[asked.tool]
     ]
@@ -131,17 +137,23 @@ def option_problems(asked: AskedTool) -> list[Problem]:
         least = most = 0
     if not least <= len(asked.loras) <= most:
         needed = f"{least}" if least == most else f"{least} to {most}"
-        found.append(Problem(f"{asked.tool} takes {needed} files, not {len(asked.loras)}.", "Choose as many."))
+        found.append(
+            Problem(
+                "wrong_number_of_files",
+                f"{asked.tool} takes {needed} files, not {len(asked.loras)}.",
+                "Choose as many.",
+            )
+        )
     if asked.rank is not None and not 1 <= asked.rank <= MOST_RANK:
-        found.append(Problem(f"rank is {asked.rank}.", f"Use 1 to {MOST_RANK}."))
+        found.append(Problem("rank_out_of_range", f"rank is {asked.rank}.", f"Use 1 to {MOST_RANK}."))
     for name in ("energy", "frobenius", "decay"):
         value = getattr(asked, name)
         if value is not None and not 0.0 < value <= 1.0:
-            found.append(Problem(f"{name} is {value:g}.", "Use a number over 0 and at most 1."))
+            found.append(Problem("value_out_of_range", f"{name} is {value:g}.", "Use a number over 0 and at most 1."))
     if asked.ratio is not None and not 1.0 <= asked.ratio < math.inf:
-        found.append(Problem(f"ratio is {asked.ratio:g}.", "Use a number of at least 1."))
+        found.append(Problem("value_out_of_range", f"ratio is {asked.ratio:g}.", "Use a number of at least 1."))
     if asked.family is not None and asked.family not in FAMILIES:
-        found.append(Problem(f"{asked.family} is no family.", f"One of: {', '.join(FAMILIES)}."))
+        found.append(Problem("family_unknown", f"{asked.family} is no family.", f"One of: {', '.join(FAMILIES)}."))
     return [*found, *weight_problems(asked), *needed_problems(asked)]
 
 
@@ -150,16 +162,20 @@ def weight_problems(asked: AskedTool) -> list[Problem]:
     if asked.weights is None:
         return []
     if asked.decay is not None:
-        return [Problem("weights and decay exclude each other.", "Leave one out.")]
+        return [Problem("flags_exclude_each_other", "weights and decay exclude each other.", "Leave one out.")]
     if len(asked.weights) != len(asked.loras):
         message = f"There are {counted(len(asked.weights), 'weight')} for {counted(len(asked.loras), 'file')}."
-        return [Problem(message, "Give one for each file.")]
+        return [Problem("weights_do_not_match", message, "Give one for each file.")]
     if not all(map(math.isfinite, asked.weights)) or max(map(abs, asked.weights), default=0.0) < 1e-6:
-        return [Problem("The weights are all 0.", "Give at least one file a weight.")]
+        return [Problem("weights_are_zero", "The weights are all 0.", "Give at least one file a weight.")]
     if max(map(abs, asked.weights)) > 100.0:
-        return [Problem("A weight is over 100.", "Use weights of about 1.")]
+        return [Problem("value_out_of_range", "A weight is over 100.", "Use weights of about 1.")]
     if asked.tool == "average" and sum(asked.weights) <= 0:
-        return [Problem(f"The weights sum to {sum(asked.weights):g}.", "Give weights with a sum above 0.")]
+        return [
+            Problem(
+                "weights_sum_to_zero", f"The weights sum to {sum(asked.weights):g}.", "Give weights with a sum above 0."
+            )
+        ]
     return []
 
 
@@ -193,27 +209,39 @@ def needed_problems(asked: AskedTool) -> list[Problem]:
         ("A run's checkpoints are averaged by their parameters.", "Leave weights and of out."): asked.run is not None
         and (asked.weights is not None or asked.of == "updates"),
     }
-    return [Problem(*words) for words, is_so in rules.items() if is_so]
+    return [Problem("tool_refused", *words) for words, is_so in rules.items() if is_so]
 
 
 def file_problems(asked: AskedTool, rows: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """Files that are damaged, of a kind that the tool does not take, or for different families."""
-    found = [Problem(f"{row['name']}: {row['problem']}", "Choose another.") for row in rows if row["is_damaged"]]
+    found = [
+        Problem("lora_unusable", f"{row['name']}: {row['problem']}", "Choose another.")
+        for row in rows
+        if row["is_damaged"]
+    ]
     whole = [row for row in rows if row["kind"] is not None]
     is_any = (asked.tool == "convert" and asked.to in (LOWERED, None)) or asked.of == "parameters"
     for row in whole:
         if asked.tool == "convert" and asked.to == COMFYUI and row["kind"] != "DoRA":
-            found.append(Problem(f"{row['name']} is a {row['kind']}.", "ComfyUI computes it exactly as it is."))
+            found.append(
+                Problem("lora_unusable", f"{row['name']} is a {row['kind']}.", "ComfyUI computes it exactly as it is.")
+            )
         elif asked.to != COMFYUI and not is_any and row["kind"] != PLAIN:
             message = f"{row['name']} is a {row['kind']}: {asked.tool} takes LoRA files."
-            found.append(Problem(message, "Convert it to a plain LoRA first."))
+            found.append(Problem("lora_unusable", message, "Convert it to a plain LoRA first."))
         elif asked.to == LOWERED and row["kind"] in OVER_BASE and asked.model is None:
             message = f"{row['name']} is a {row['kind']}, which changes a weight that it does not hold."
-            found.append(Problem(message, "Name its base model."))
+            found.append(Problem("lora_unusable", message, "Name its base model."))
     families = {row["family"]: row["name"] for row in rows if row["family"] is not None}
     if len(families) > 1:
         words = ", ".join(f"{name} is for {family}" for family, name in families.items())
-        found.append(Problem(f"These are LoRAs for different models: {words}.", "Choose files for one family."))
+        found.append(
+            Problem(
+                "loras_of_several_families",
+                f"These are LoRAs for different models: {words}.",
+                "Choose files for one family.",
+            )
+        )
     return found
 
 
@@ -229,7 +257,7 @@ def read_places(asked: AskedTool, state: ServerState, problems: list[Problem]) -
                 continue
             found[option] = str(path)
             if not path.exists():
-                problems.append(Problem(f"{path} is not there.", "Choose a model's folder or file."))
+                problems.append(Problem("file_missing", f"{path} is not there.", "Choose a model's folder or file."))
     if asked.run is not None:
         try:
             found["run"] = str(folder_of(asked.run, state.output))
@@ -244,7 +272,7 @@ def named_model(named: str, state: ServerState) -> str:
         return named
     path = allowed(named, state.roots)
     if not path.exists():
-        raise Refusal(422, Problem(f"{path} is not there.", "Choose a model's folder or file."))
+        raise Refusal(422, Problem("file_missing", f"{path} is not there.", "Choose a model's folder or file."))
     return str(path)
 
 

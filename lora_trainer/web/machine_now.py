@@ -82,7 +82,7 @@ def browse(request: Request, path: str | None = None) -> Response:
             found = sorted(listed, key=lambda entry: entry.name.casefold())
     except OSError as error:
         message = f"{folder} cannot be listed: {error.strerror}."
-        raise Refusal(404, Problem(message, "Choose another folder.")) from None
+        raise Refusal(404, Problem("folder_unreadable", message, "Choose another folder.")) from None
     rows, images = [], 0
     for entry in found:
         images += is_image(entry.name)

@@ -208,7 +208,7 @@ def refuse_other_file(text: str, folder: Path, state: ServerState) -> None:
 def save_preset(sent: SavedPreset, state: State) -> Response:
     """Save settings as a preset of one's own. Its settings are checked as a run's are; one of that name is replaced."""
     if sent.name in presets() or sent.name == AUTO:
-        raise Refusal(422, Problem(f"{sent.name} is a preset of the program.", "Choose another name."))
+        raise Refusal(422, Problem("name_taken", f"{sent.name} is a preset of the program.", "Choose another name."))
     asked, problems = AskedSettings(settings=sent.settings), list[Problem]()
     values = asked.nested(problems)
     if problems:
@@ -253,7 +253,10 @@ def free_name(asked: NewRun, state: ServerState) -> str:
     """The name of the run: as asked, else of its data or `builtin`, with the first number that no folder has."""
     if asked.name is not None:
         if asked.name.startswith(".") and asked.name.strip(".") and "/" not in asked.name:
-            raise Refusal(422, Problem(f"{asked.name} is the name of a hidden folder.", "Begin it with a letter."))
+            raise Refusal(
+                422,
+                Problem("folder_hidden", f"{asked.name} is the name of a hidden folder.", "Begin it with a letter."),
+            )
         return asked.name
     sources = asked.settings.get("data.sources") or ()
     tables = [mapping(each).get("path") for each in sources] if isinstance(sources, list) else []
@@ -282,10 +285,12 @@ def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Respo
         state.children.wait(run)
     with state.changing:
         if row["is_live"]:
-            raise Refusal(409, Problem(f"{folder.name} runs already.", "Stop it first."))
+            raise Refusal(409, Problem("already_running", f"{folder.name} runs already.", "Stop it first."))
         path = folder / "config.toml"
         if not keeps_state(record) or not path.is_file():
-            raise Refusal(409, Problem(f"{folder.name} cannot be resumed: it kept no state.", "Start a new run."))
+            raise Refusal(
+                409, Problem("not_resumable", f"{folder.name} cannot be resumed: it kept no state.", "Start a new run.")
+            )
         before, problems = mapping(record.get("config")), list[Problem]()
         values = AskedSettings(settings=settings).nested(problems)
         for name, value in settings.items():
@@ -293,7 +298,7 @@ def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Respo
             old = mapping(before.get(section)).get(key)
             if name in (*FIXED, *FIXED_IN_EFFECT) and value != old:
                 message = f"{name} was {shown(old)} and cannot be changed when a run is resumed."
-                problems.append(Problem(message, "Set it back, or start a new run."))
+                problems.append(Problem("setting_changed", message, "Set it back, or start a new run."))
         config = read_toml(path)
         merged = {
             section: {**mapping(config.get(section)), **values.get(section, {})} for section in {**config, **values}

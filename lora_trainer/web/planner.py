@@ -116,7 +116,7 @@ def answered(process: subprocess.Popen[str], request: Request) -> dict[str, Any]
         watch.cancel()
     if not found:
         message = f"The plan was not made: its process ended, or took more than {LONGEST_SECONDS:.0f} s."
-        raise Refusal(503, Problem(message, "Try again, or use `lora-trainer plan` in a terminal."))
+        raise Refusal(503, Problem("process_lost", message, "Try again, or use `lora-trainer plan` in a terminal."))
     if "problems" in found:
         raise Refusal(422, [Problem(*each) for each in found["problems"]])
     return found
@@ -239,8 +239,10 @@ def answer(request: Request, lists: dict[str, tuple[float, Data]]) -> dict[str, 
     except UserError as error:
         problems: Sequence[Problem] = error.problems
     except Exception as error:  # noqa: BLE001  a bug ends no process that others wait for
-        problems = [Problem(f"This is a bug in lora-trainer: {type(error).__name__}: {error}", "Please report it.")]
-    return {"problems": [(each.message, each.fix) for each in problems]}
+        problems = [
+            Problem("bug", f"This is a bug in lora-trainer: {type(error).__name__}: {error}", "Please report it.")
+        ]
+    return {"problems": [(each.code, each.message, each.fix) for each in problems]}
 
 
 def main() -> None:

@@ -69,7 +69,9 @@ def show_queue(state: State) -> Response:
 def add_to_queue(asked: NewJobs, state: State) -> Response:
     """Add jobs, or list what would be added and what is wrong with it. Either all are added or none."""
     if asked.data:
-        raise Refusal(422, Problem("data is not for jobs.", "Name root or folders: they are the datasets."))
+        raise Refusal(
+            422, Problem("settings_invalid", "data is not for jobs.", "Name root or folders: they are the datasets.")
+        )
     with state.changing:
         jobs = jobs_of(asked, state)
         if asked.dry_run:
@@ -86,13 +88,15 @@ def jobs_of(asked: NewJobs, state: ServerState) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise Refusal(422, Problem(f"{folder} is not a folder.", "Name folders of images."))
+            raise Refusal(422, Problem("folder_missing", f"{folder} is not a folder.", "Name folders of images."))
         found.setdefault(folder.name, folder)
     found |= read_configs(configs) if configs else {}
     found |= read_root(places[-1]) if asked.root else {}
     if not found or len(found) < len(folders) + len(configs):
         what = "Two jobs would have one name." if found else "No jobs are named."
-        raise Refusal(422, Problem(what, "Name root, folders or configs, each with a name of its own."))
+        raise Refusal(
+            422, Problem("job_names_invalid", what, "Name root, folders or configs, each with a name of its own.")
+        )
     return found
 
 
@@ -105,7 +109,7 @@ def checked_jobs(state: ServerState, asked: AskedSettings, jobs: Mapping[str, Pa
     for row in rows:
         if row["name"] in taken or (state.output / row["name"]).exists():
             fix = "Rename the folder or config, or delete that run."
-            row["problems"].append({"message": f"There is a run or job {row['name']} already.", "fix": fix})
+            row["problems"].append(vars(Problem("name_taken", f"There is a run or job {row['name']} already.", fix)))
     return rows
 
 
@@ -148,7 +152,9 @@ def own_queue(output: Path) -> JobQueue:
     store = store_of(output) if holds_batch(output) else JobQueue(output)
     if not isinstance(store, JobQueue):
         fix = "Use lora-trainer batch in a terminal, or another folder of runs: lora-trainer ui --output DIR"
-        raise Refusal(409, Problem("The jobs in this folder are those of several machines.", fix))
+        raise Refusal(
+            409, Problem("queue_of_several_machines", "The jobs in this folder are those of several machines.", fix)
+        )
     return store
 
 

@@ -64,7 +64,7 @@ def folder_of(run: str, output: Path) -> Path:
                 return folder
         except OSError:  # a name that is too long
             pass
-    raise Refusal(404, Problem(f"There is no run {run[:100]}.", "GET /api/runs lists them."))
+    raise Refusal(404, Problem("run_missing", f"There is no run {run[:100]}.", "GET /api/runs lists them."))
 
 
 def file_url(run: str, name: str) -> str:

@@ -94,7 +94,11 @@ def show_request(run: str, state: State) -> Response:
     if found is None:
         raise Refusal(
             404,
-            Problem(f"What {run[:100]} was asked to be is not known.", "See its settings; it was not started here."),
+            Problem(
+                "request_unknown",
+                f"What {run[:100]} was asked to be is not known.",
+                "See its settings; it was not started here.",
+            ),
         )
     return JSON(found)
 
@@ -131,7 +135,10 @@ def compare_runs(runs: str, state: State, points: Annotated[int, Query(ge=2, le=
     """The metrics of several runs, named with commas. Those that ended before they wrote anything are left out."""
     names = list(dict.fromkeys(name for name in runs.split(",") if name))
     if not 1 <= len(names) <= MOST_COMPARED:
-        raise Refusal(422, Problem(f"{len(names)} runs are named.", f"Name 1 to {MOST_COMPARED}, with commas."))
+        raise Refusal(
+            422,
+            Problem("count_out_of_range", f"{len(names)} runs are named.", f"Name 1 to {MOST_COMPARED}, with commas."),
+        )
     unwritten = {row["id"] for row in state.run_rows.starting()}
     folders = {name: folder_of(name, state.output) for name in names if name not in unwritten}
     rows = [
@@ -236,11 +243,13 @@ def stop_run(run: str, state: State) -> Response:
     if child is not None and (run in starting or state.run_rows.is_starting_again(state.runs.row(folder))):
         child.stop()
     elif state.runs.row(folder)["status"] != "running" or (holder := holder_of(folder)) is None:
-        raise Refusal(409, Problem(f"{folder.name} does not run.", "There is nothing to stop."))
+        raise Refusal(409, Problem("not_running", f"{folder.name} does not run.", "There is nothing to stop."))
     elif holder.is_of_this_machine:
         stop_process(holder.process, holder.started)
     else:
-        raise Refusal(409, Problem(f"{folder.name} is trained on another machine.", "Stop it there."))
+        raise Refusal(
+            409, Problem("on_other_machine", f"{folder.name} is trained on another machine.", "Stop it there.")
+        )
     return JSON({"message": f"{folder.name}: saves and stops within seconds"})
 
 
@@ -260,12 +269,14 @@ def request_of_run(run: str, request: SentRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
     if holder_of(folder) is None:
-        raise Refusal(409, Problem(f"{folder.name} does not run.", "Resume it first."))
+        raise Refusal(409, Problem("not_running", f"{folder.name} does not run.", "Resume it first."))
     if (read_record(folder) or {}).get("training"):
-        raise Refusal(409, Problem(f"{folder.name} does not train any more.", "Wait for its end."))
+        raise Refusal(409, Problem("run_not_training", f"{folder.name} does not train any more.", "Wait for its end."))
     waiting = sum(1 for _ in (folder / REQUESTS).glob("*.json"))
     if waiting >= MOST_REQUESTS:
-        raise Refusal(409, Problem(f"{waiting} requests wait for the run.", "Wait for its next step."))
+        raise Refusal(
+            409, Problem("too_many_requests", f"{waiting} requests wait for the run.", "Wait for its next step.")
+        )
     path = write_request(folder, request.do, request.prompts)
     return JSON({"number": int(path.stem)}, 202)
 
@@ -280,7 +291,7 @@ def delete_run(run: str, state: State) -> Response:
         return JSON({"moved_to": None})
     folder = folder_of(run, state.output)
     if holder_of(folder) is not None:
-        raise Refusal(409, Problem(f"{folder.name} runs.", "Stop it first."))
+        raise Refusal(409, Problem("already_running", f"{folder.name} runs.", "Stop it first."))
     try:
         # The note of a run that trains may be missing, on a full disk, or old, by another machine's clock.
         take_free_lock(folder, "Stop it first.").release()

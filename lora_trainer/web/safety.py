@@ -48,7 +48,7 @@ HEADERS = {
 class Refusal(UserError):
     """A request that is answered with `status` and problems."""
 
-    def __init__(self, status: int, problems: Problem | str | Iterable[Problem]) -> None:
+    def __init__(self, status: int, problems: Problem | Iterable[Problem]) -> None:
         super().__init__(problems)
         self.status = status
 
@@ -67,7 +67,7 @@ def answer_of(error: UserError) -> JSON:
     """The problems of an error, each once; 422 where it says no other status."""
     status = error.status if isinstance(error, Refusal) else 422
     problems = dict.fromkeys(error.problems)
-    return JSON({"problems": [{"message": each.message, "fix": each.fix} for each in problems]}, status)
+    return JSON({"problems": [vars(each) for each in problems]}, status)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ class Guard:
             if (scope["method"], scope["path"]) in WITH_FILE:
                 if kind not in ("text/plain", "application/octet-stream") and not kind.startswith("image/"):
                     fix = "Send the bytes of an image or a caption, as image/*, text/plain or application/octet-stream."
-                    raise Refusal(415, Problem(f"{kind[:100] or 'A body without a type'} is not read here.", fix))
+                    raise Refusal(
+                        415, Problem("body_not_read", f"{kind[:100] or 'A body without a type'} is not read here.", fix)
+                    )
             elif scope["method"] not in READING:
                 body = await whole_body(receive, headers, kind)
                 scope, receive = with_body(scope, body)
@@ -140,20 +142,27 @@ def refuse_foreign(method: str, path: str, headers: Headers, token: Token | None
     """Raise Refusal for a request of another host's name, of a foreign page, or without the token."""
     host = headers.get("host", "")
     if len(headers.getlist("host")) != 1 or (token is None and name_of(host) not in LOOPBACK):
-        raise Refusal(421, Problem(f"This server is not {host[:100]}.", "Open it as 127.0.0.1 or localhost."))
+        raise Refusal(
+            421, Problem("host_not_served", f"This server is not {host[:100]}.", "Open it as 127.0.0.1 or localhost.")
+        )
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     is_page = not path.startswith(("/api", "/openapi"))
     if method in READING:
         if site not in (None, "same-origin", "none") and not is_page:
-            raise Refusal(403, Problem("Another page asked for this.", "Open it in the page of lora-trainer."))
+            raise Refusal(
+                403, Problem("cross_origin", "Another page asked for this.", "Open it in the page of lora-trainer.")
+            )
     elif site not in (None, "same-origin", "none") or (origin is not None and not is_own(origin, host)):
-        raise Refusal(403, Problem("A change must come from the page of lora-trainer itself.", "Use its own address."))
+        raise Refusal(
+            403,
+            Problem("cross_origin", "A change must come from the page of lora-trainer itself.", "Use its own address."),
+        )
     if token is None or is_page or path == LOGIN:
         return
     scheme, _, sent = headers.get("authorization", "").partition(" ")
     if not token.is_it(sent.strip() if scheme.lower() == "bearer" else cookie_of(headers)):
         fix = f"Send it as `Authorization: Bearer TOKEN`, or once to {LOGIN}. `lora-trainer ui` printed it."
-        raise Refusal(401, Problem("The token is missing or wrong.", fix))
+        raise Refusal(401, Problem("token_wrong", "The token is missing or wrong.", fix))
 
 
 def name_of(host: str) -> str | None:
@@ -184,7 +193,9 @@ def cookie_of(headers: Headers) -> str:
 
 async def whole_body(receive: Receive, headers: Headers, kind: str) -> bytes:
     """The body of a request, whose type is `kind`. Raises Refusal where it is larger than any config, or is no JSON."""
-    too_large = Refusal(413, Problem(f"A request has at most {MOST_BYTES:,} bytes.", "Send a config, not data."))
+    too_large = Refusal(
+        413, Problem("request_too_large", f"A request has at most {MOST_BYTES:,} bytes.", "Send a config, not data.")
+    )
     length = headers.get("content-length", "0")
     if not length.isdigit() or int(length) > MOST_BYTES:
         raise too_large
@@ -192,7 +203,7 @@ async def whole_body(receive: Receive, headers: Headers, kind: str) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":  # the client has left
-            raise Refusal(400, "The request was not complete.")
+            raise Refusal(400, Problem("request_cut_off", "The request was not complete."))
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > MOST_BYTES:
@@ -202,7 +213,7 @@ async def whole_body(receive: Receive, headers: Headers, kind: str) -> bytes:
     body = b"".join(parts)
     if kind not in ("", "application/json") or (body and not kind):
         fix = "Send JSON, with the header Content-Type: application/json."
-        raise Refusal(415, Problem(f"{kind[:100] or 'A body without a type'} is not read here.", fix))
+        raise Refusal(415, Problem("body_not_read", f"{kind[:100] or 'A body without a type'} is not read here.", fix))
     if body:
         refuse_wrong_json(body)
     return body
@@ -220,9 +231,11 @@ def refuse_wrong_json(body: bytes) -> None:
     try:
         json.loads(body.decode("utf-8"), parse_constant=no_number, parse_float=number)
     except RecursionError:
-        raise Refusal(400, Problem("The JSON is nested too deeply.", "Send plain settings.")) from None
+        raise Refusal(
+            400, Problem("request_invalid", "The JSON is nested too deeply.", "Send plain settings.")
+        ) from None
     except ValueError as error:
-        raise Refusal(400, Problem(f"The body is not valid JSON: {error}.", "Correct it.")) from None
+        raise Refusal(400, Problem("request_invalid", f"The body is not valid JSON: {error}.", "Correct it.")) from None
 
 
 def with_body(scope: Scope, body: bytes) -> tuple[Scope, Receive]:
@@ -246,4 +259,6 @@ def allowed(path: Path | str, roots: Sequence[Path]) -> Path:
         pass
     named = ", ".join(map(str, roots))
     fix = f"Allowed: {named}. Start the server with --root DIR to allow another folder."
-    raise Refusal(403, Problem(f"{str(path)[:300]} is outside of the folders that this server may read.", fix))
+    raise Refusal(
+        403, Problem("outside_folders", f"{str(path)[:300]} is outside of the folders that this server may read.", fix)
+    )

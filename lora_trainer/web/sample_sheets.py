@@ -56,17 +56,19 @@ def start_sheet(asked: AskedSheet, state: ServerState) -> dict[str, Any]:
     seeds = list(dict.fromkeys(asked.seeds))
     count = len(prompts) * len(seeds) * (1 + len(strengths))
     if count > MOST_IMAGES:
-        problems.append(Problem(f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once."))
+        problems.append(
+            Problem("too_many_images", f"These are {count} images.", f"At most {MOST_IMAGES} are generated at once.")
+        )
     if row["is_damaged"]:
-        problems.append(Problem(f"{row['name']}: {row['problem']}", "Choose another LoRA."))
+        problems.append(Problem("lora_unusable", f"{row['name']}: {row['problem']}", "Choose another LoRA."))
     try:
         is_text = "\0" not in "".join((*prompts, asked.negative_prompt)).encode("utf-8").decode("utf-8")
     except UnicodeEncodeError:
         is_text = False
     if not is_text:
-        problems.append(Problem("A prompt holds what is no text.", "Type it again."))
+        problems.append(Problem("prompt_invalid", "A prompt holds what is no text.", "Type it again."))
     if (asked.width is None) != (asked.height is None):
-        problems.append(Problem("Width and height belong together.", "Give both, or neither."))
+        problems.append(Problem("size_invalid", "Width and height belong together.", "Give both, or neither."))
     model: str | None = None
     try:
         model = named_model(asked.model, state) if asked.model is not None else own_model(row, state)
@@ -132,7 +134,9 @@ def folder_of_sheet(sheet: str, state: ServerState) -> Path:
     """The folder of a sheet. Raises Refusal where there is none."""
     found = next((each for each in numbered_folders(state.own / SHEETS) if each.name == sheet), None)
     if found is None or not (found / SHEET).is_file():
-        raise Refusal(404, Problem(f"There is no sheet {sheet[:100]}.", "GET /api/loras/sheets lists them."))
+        raise Refusal(
+            404, Problem("sheet_missing", f"There is no sheet {sheet[:100]}.", "GET /api/loras/sheets lists them.")
+        )
     return found
 
 
@@ -186,7 +190,7 @@ def image_of(sheet: str, row: int, column: int, state: ServerState) -> Path:
     if row < len(found["rows"]) and column < len(found["columns"]) and found["rows"][row]["urls"][column]:
         path: Path = folder / image_name(kept["grid"], row, found["columns"][column])
         return path
-    raise Refusal(404, Problem("This image is not there.", "It may be generated later."))
+    raise Refusal(404, Problem("image_missing", "This image is not there.", "It may be generated later."))
 
 
 def sheet_previews(state: ServerState) -> dict[str, str]:

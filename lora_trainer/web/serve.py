@@ -32,7 +32,7 @@ def serve(host: str, port: int, folders: ServerOptions, say: Callable[[str], Non
     except OSError as error:
         message = f"{host}:{port} cannot be used ({(error.strerror or str(error)).lower()})."
         raise UsageError(
-            Problem(message, "Use another --port, such as 0 for a free one, or another --host.")
+            Problem("address_unusable", message, "Use another --port, such as 0 for a free one, or another --host.")
         ) from error
     with listening:
         number = listening.getsockname()[1]
@@ -80,7 +80,7 @@ def token_for(path: Path, say: Callable[[str], None]) -> Token:
         token, text = token_of(path)
     except OSError as error:
         message = f"{path} cannot be read or written ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Choose another --output.")) from error
+        raise UsageError(Problem("file_unreadable", message, "Choose another --output.")) from error
     say(
         f"token: {text} (shown once; its hash is in {path})"
         if text

@@ -41,7 +41,7 @@ made = itertools.count()
 
 def inside(folder: Path, name: str) -> Path:
     """A regular file in a folder, links followed. Raises Refusal where it is outside, hidden, or missing."""
-    missing = Refusal(404, Problem(f"There is no file {name[:200]}.", "It may be written later."))
+    missing = Refusal(404, Problem("file_missing", f"There is no file {name[:200]}.", "It may be written later."))
     parts = name.split("/")
     if any(not part or part.startswith(".") or "\\" in part or not part.isprintable() for part in parts):
         raise missing
@@ -100,7 +100,9 @@ def small_copy(path: Path, span: Span | None, content: str, width: int, folder: 
             small = small if turn is None else small.transpose(turn)
             small.thumbnail((width, 8 * width))
     except BrokenImageError:
-        raise Refusal(415, Problem(f"{path.name} is not an image that can be shown.", "Download it.")) from None
+        raise Refusal(
+            415, Problem("image_not_shown", f"{path.name} is not an image that can be shown.", "Download it.")
+        ) from None
     with atomic_path(kept) as temporary:
         small.save(temporary, "WEBP", quality=82, lossless=is_mask)
     if next(made) % PRUNED_AFTER == 0:

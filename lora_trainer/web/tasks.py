@@ -77,7 +77,7 @@ class TaskList:
             rows = self._rows()
             if sum(row["status"] == "running" for row in rows) >= MOST_RUNNING:
                 fix = "Wait for the end of one, or stop one."
-                raise Refusal(409, Problem(f"{MOST_RUNNING} tasks run already.", fix))
+                raise Refusal(409, Problem("too_many_tasks", f"{MOST_RUNNING} tasks run already.", fix))
             for row in rows[MOST_KEPT - 1 :]:
                 self._remove(row)
             number = 1 + max((int(each.name) for each in numbered_folders(self.folder)), default=0)
@@ -120,7 +120,7 @@ class TaskList:
 
     def row(self, task: str) -> dict[str, Any]:
         """The row of a task. Raises Refusal where there is none."""
-        missing = Refusal(404, Problem(f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
+        missing = Refusal(404, Problem("task_missing", f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
         if not task.isdecimal():
             raise missing
         with self._lock:
@@ -147,14 +147,14 @@ class TaskList:
         """Let a command stop, as Ctrl-C does. Raises Refusal where it has ended."""
         row = self.row(task)
         if row["status"] != "running":
-            raise Refusal(409, Problem(f"{row['title']} has ended.", "Look at its result."))
+            raise Refusal(409, Problem("task_ended", f"{row['title']} has ended.", "Look at its result."))
         stop_process(row["pid"], row["created"])
 
     def forget(self, task: str) -> None:
         """Delete what is kept of an ended task. Raises Refusal while it runs."""
         row = self.row(task)
         if row["status"] == "running":
-            raise Refusal(409, Problem(f"{row['title']} runs.", "Stop it first."))
+            raise Refusal(409, Problem("already_running", f"{row['title']} runs.", "Stop it first."))
         with self._lock:
             self._remove(row)
 

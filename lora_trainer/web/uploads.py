@@ -117,11 +117,13 @@ def parts_of(name: str) -> list[str]:
     parts = [refuse_wrong_name(part) for part in name.split("/")]
     ending = ending_of(parts[-1])
     if len(parts) > 2:
-        raise Refusal(422, Problem(f"{name[:200]} lies in more than one folder.", "Name one folder, or none."))
+        raise Refusal(
+            422, Problem("name_twice", f"{name[:200]} lies in more than one folder.", "Name one folder, or none.")
+        )
     if ending not in (*IMAGE_ENDINGS, *CAPTION_ENDINGS):
         read = f"{' '.join(IMAGE_ENDINGS)} for images, {' '.join(CAPTION_ENDINGS)} for captions"
         fix = "Convert it to PNG or JPEG." if ending in FOREIGN_IMAGES else f"What is read: {read}."
-        raise Refusal(422, Problem(f"{parts[-1][:200]} is neither an image nor a caption.", fix))
+        raise Refusal(422, Problem("not_an_image", f"{parts[-1][:200]} is neither an image nor a caption.", fix))
     return parts
 
 
@@ -168,9 +170,11 @@ async def body_of(request: Request, seconds: float) -> AsyncIterator[bytes]:
             async with asyncio.timeout(min(STALLED_SECONDS, end - time.monotonic())):
                 part = await anext(parts, None)
         except TimeoutError:
-            raise Refusal(408, Problem("The file did not come in time.", "Send it again.")) from None
+            raise Refusal(408, Problem("upload_too_slow", "The file did not come in time.", "Send it again.")) from None
         except ClientDisconnect:
-            raise Refusal(400, Problem("The file was not sent to its end.", "Send it again.")) from None
+            raise Refusal(
+                400, Problem("upload_cut_off", "The file was not sent to its end.", "Send it again.")
+            ) from None
         if part is None:
             return
         yield part
@@ -178,14 +182,14 @@ async def body_of(request: Request, seconds: float) -> AsyncIterator[bytes]:
 
 def too_large(name: str, most: int) -> Refusal:
     fix = "Shorten it." if most < MOST_UPLOADED else "Scale it down, or save it as JPEG or WebP."
-    return Refusal(413, Problem(f"{name} is larger than {most + 1023 >> 20} MiB.", fix))
+    return Refusal(413, Problem("file_too_large", f"{name} is larger than {most + 1023 >> 20} MiB.", fix))
 
 
 def refuse_full_disk(folder: Path, size: int) -> None:
     """Raise Refusal where so many more bytes would fill the disk."""
     if shutil.disk_usage(folder).free < size + SPARE_DISK:
         message = f"The disk of {folder.name} is full: {SPARE_DISK // 10**6} MB stay free for runs."
-        raise Refusal(507, Problem(message, "Free some space, and send it again."))
+        raise Refusal(507, Problem("disk_full", message, "Free some space, and send it again."))
 
 
 async def read_to_end(request: Request) -> None:
@@ -216,16 +220,16 @@ def decoded(path: Path, name: str) -> Facts:
     """The facts of an image that was decoded in full, by another process. Raises Refusal where it cannot be trained on."""
     facts = read_headers([(path, None)])[0]
     if isinstance(facts, BrokenImageError):
-        raise Refusal(422, Problem(f"{name} {facts.message}", facts.fix))
+        raise Refusal(422, Problem(facts.code, f"{name} {facts.message}", facts.fix))
     if facts.width * facts.height > MOST_PIXELS:
         message = (
             f"{name} has {facts.width}×{facts.height} pixels; at most {MOST_PIXELS // 10**6} million are taken here."
         )
-        raise Refusal(422, Problem(message, "Scale it down, or copy it into the folder by hand."))
+        raise Refusal(422, Problem("image_too_large", message, "Scale it down, or copy it into the folder by hand."))
     with decoding:
         broken = measure_images([Sample(path, "", facts.width, facts.height, facts.content)])[0].broken
     if broken is not None:
-        raise Refusal(422, Problem(f"{name} {broken[1]}", broken[2]))
+        raise Refusal(422, Problem("image_unreadable", f"{name} {broken[1]}", broken[2]))
     return facts
 
 
@@ -234,7 +238,9 @@ def take_caption(temporary: Path, target: Path, folder: Path) -> dict[str, Any]:
     try:
         refuse_wrong_text(read_text(temporary, MOST_CAPTION_BYTES), target.stem)
     except TextError as error:
-        raise Refusal(422, Problem(f"{target.name} {error}.", "Save it as a short UTF-8 text.")) from None
+        raise Refusal(
+            422, Problem("file_unreadable", f"{target.name} {error}.", "Save it as a short UTF-8 text.")
+        ) from None
     return {**put_at(temporary, target, folder, sha256_file(temporary)), "kind": "caption"}
 
 
@@ -246,10 +252,15 @@ def put_at(temporary: Path, target: Path, folder: Path, content: str) -> dict[st
     shown = target.relative_to(folder).as_posix()
     with placing:
         if not Path(os.path.realpath(target.parent)).is_relative_to(folder):
-            raise Refusal(403, Problem(f"{target.parent.name} leads out of the dataset.", "Use another folder."))
+            raise Refusal(
+                403,
+                Problem("leads_out_of_data", f"{target.parent.name} leads out of the dataset.", "Use another folder."),
+            )
         makes_folder = not target.parent.exists()
         if not makes_folder and not target.parent.is_dir():
-            raise Refusal(409, Problem(f"{target.parent.name} is a file of the dataset.", "Use another folder."))
+            raise Refusal(
+                409, Problem("path_is_file", f"{target.parent.name} is a file of the dataset.", "Use another folder.")
+            )
         if not makes_folder and refuse_taken(target, content):
             return {"name": shown, "is_new": False}
         flush_file(temporary)
@@ -259,7 +270,9 @@ def put_at(temporary: Path, target: Path, folder: Path, content: str) -> dict[st
             try:
                 os.link(temporary, target)  # never over another file
             except FileExistsError:
-                raise Refusal(409, Problem(f"{shown} came meanwhile.", "Send it again.")) from None
+                raise Refusal(
+                    409, Problem("file_came_meanwhile", f"{shown} came meanwhile.", "Send it again.")
+                ) from None
             except OSError:  # a disk without links
                 os.rename(temporary, target)
             flush_folder(target.parent)
@@ -277,11 +290,11 @@ def refuse_taken(target: Path, content: str) -> bool:
         if target.is_file() and not target.is_symlink() and sha256_file(target) == content:
             return True
         message = f"There is another {target.name} in the dataset."
-        raise Refusal(409, Problem(message, "Send it under another name, or remove the other one."))
+        raise Refusal(409, Problem("name_taken", message, "Send it under another name, or remove the other one."))
     same = (folded(target.name), folded(stem_of(target.name)))
     for name in os.listdir(target.parent):
         is_same = folded(name) == same[0]  # many disks do not tell Cat from cat
         if is_same or (is_image(target.name) and is_image(name) and folded(stem_of(name)) == same[1]):
             message = f"{target.name} and {name}, which is in the dataset, would share one name, caption and mask."
-            raise Refusal(409, Problem(message, "Send it under another name, or remove the other one."))
+            raise Refusal(409, Problem("name_shared", message, "Send it under another name, or remove the other one."))
     return False

@@ -213,7 +213,7 @@ def run_tests(seconds: float, *, rehearse: bool) -> Rows:
 def try_cap(*, rehearse: bool) -> Rows:
     """Whether a process that passes its cap is stopped: without that the capped rows show nothing."""
     if rehearse:
-        raise UsageError(Problem("A CPU has no cap to try.", "Measure on a GPU."))
+        raise UsageError(Problem("no_gpu", "A CPU has no cap to try.", "Measure on a GPU."))
     from lora_trainer.benchmarks.trials.cap import prove_cap
 
     with tempfile.TemporaryDirectory() as folder:
@@ -231,10 +231,12 @@ def measure_row(name: str, *, rehearse: bool) -> Rows:
     (spec,) = [spec for spec in SPECS if spec.name == name]
     gib = cuda_memory_gib()
     if rehearse and spec.settings.get("compile.enabled"):
-        raise UsageError(Problem("Nothing is compiled on a CPU in so little time.", "Measure on a GPU."))
+        raise UsageError(Problem("no_gpu", "Nothing is compiled on a CPU in so little time.", "Measure on a GPU."))
     if gib is not None and spec.cap_gib is not None and spec.cap_gib > gib + 1:  # one of 24 GB has 23.5 GiB
         raise UsageError(
-            Problem(f"It needs a GPU of {spec.cap_gib:g} GB, and this one has {gib:.0f}.", "Leave it out.")
+            Problem(
+                "gpu_too_small", f"It needs a GPU of {spec.cap_gib:g} GB, and this one has {gib:.0f}.", "Leave it out."
+            )
         )
     warm_up, steps = (2, 4) if spec.part == "memory" else (5, 15)
     asking = Asking(1, 2, tiny=True) if rehearse else Asking(warm_up, steps)

@@ -106,7 +106,7 @@ def test_equal_settings_are_planned_once_and_jobs_without_a_plan_have_their_limi
     def plan(resolved: Resolved, **others: object) -> object:
         made.append(resolved)
         if resolved.config.model.family == "flux":
-            raise UsageError(Problem("There is no model ./flux.", "Name another."))
+            raise UsageError(Problem("planted", "There is no model ./flux.", "Name another."))
         return make_plan(resolved, **others)
 
     monkeypatch.setattr(gpu_shares, "make_plan", plan)

@@ -20,7 +20,7 @@ from lora_trainer.cli.main import COMMANDS, Command, main
 from lora_trainer.cli.sample_arguments import add_sample_arguments
 from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.toml import setting_names
-from lora_trainer.core.errors import DatasetRefused
+from lora_trainer.core.errors import DatasetRefused, Problem
 from lora_trainer.core.findings import folded
 from lora_trainer.run.order import Order
 
@@ -405,7 +405,7 @@ def test_other_processes_of_a_launch_are_silent(
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [
-        (DatasetRefused("too few"), 3, "error: too few\n"),
+        (DatasetRefused(Problem("planted", "too few")), 3, "error: too few\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
         (ZeroDivisionError("oops"), 1, "Run it again with --debug"),
         (PermissionError(13, "Permission denied", "/a/b"), 2, "/a/b: Permission denied."),

@@ -149,7 +149,7 @@ def test_none_empties_a_setting_that_can_be_empty() -> None:
 
 def test_problems_found_before_come_first() -> None:
     with pytest.raises(UsageError) as caught:
-        resolve([Layer("f", {"lora": {"rank": 0}})], [Problem("Unknown flag --lr.")])
+        resolve([Layer("f", {"lora": {"rank": 0}})], [Problem("planted", "Unknown flag --lr.")])
     assert [problem.message[:12] for problem in caught.value.problems] == ["Unknown flag", "lora.rank = "]
 
 

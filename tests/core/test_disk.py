@@ -101,7 +101,7 @@ def test_a_signal_ends_a_pause_and_unsaved_files_are_reported(tmp_path):
 
 def test_other_errors_are_raised_unchanged(tmp_path):
     def wrong() -> None:
-        raise TrainingFailed("not finite")
+        raise TrainingFailed(Problem("planted", "not finite"))
 
     with patient(waiting([])), pytest.raises(TrainingFailed, match="not finite"):
         write_with_retry("the LoRA", tmp_path, wrong)
@@ -110,7 +110,7 @@ def test_other_errors_are_raised_unchanged(tmp_path):
 
 
 def test_causes_of_errors_and_messages_in_other_languages_are_recognized():
-    failed = TrainingFailed(Problem("The checkpoint could not be written."))
+    failed = TrainingFailed(Problem("planted", "The checkpoint could not be written."))
     failed.__cause__ = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert refusal(failed) == errno.ENOSPC
     assert refusal(ValueError("no")) is None

@@ -76,7 +76,7 @@ def test_images_are_decoded_ahead_up_to_the_limit(monkeypatch):
 def test_an_unreadable_image_is_reported_at_its_turn(monkeypatch):
     def read(sample: Sample, view: View) -> ShownView:
         if sample.path.stem == "1":
-            raise DatasetRefused(Problem(f"{sample.path} is gone.", "Bring it back."))
+            raise DatasetRefused(Problem("planted", f"{sample.path} is gone.", "Bring it back."))
         return image(sample, view)
 
     monkeypatch.setattr(fresh, "read_shown", read)

@@ -105,7 +105,7 @@ def test_data_that_becomes_unreadable_loses_no_step(bench, finished, monkeypatch
 
     def gone(data: CachedData, refs: Sequence[Ref], step: int, *rest: Any) -> Batch:
         if step == 4:
-            raise TrainingFailed(Problem("image_1.png is gone.", "Bring it back."))
+            raise TrainingFailed(Problem("planted", "image_1.png is gone.", "Bring it back."))
         return true(data, refs, step, *rest)
 
     before = threading.active_count()

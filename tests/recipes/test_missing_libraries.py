@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core import imports
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.run import caching
 from lora_trainer.run.bases import find
 from tests.recipes.recipe import Bench, patched, record
@@ -136,7 +136,7 @@ def test_a_local_models_weights_are_looked_at_before_work(bench, monkeypatch, un
 
     def refuse(files: Any) -> None:
         asked.extend(files)
-        raise UsageError("it cannot be dequantized here")
+        raise UsageError(Problem("planted", "it cannot be dequantized here"))
 
     with patched(find, "refuse_without_gguf", refuse):
         assert bench.run("run") == 2

@@ -135,7 +135,7 @@ def test_a_signal_at_any_line_after_the_session_ends_the_run(method: str, bench:
     def run_session(order: Order, inputs: Any, record: Any, threads: Any) -> flow.Outcome:
         over.append(True)
         if method == "it fails":
-            raise TrainingFailed(Problem("It failed.", ""))
+            raise TrainingFailed(Problem("planted", "It failed.", ""))
         return flow.Outcome(record, None, None, signal_exit=143)
 
     was_signaled, line = True, 0

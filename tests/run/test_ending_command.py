@@ -73,18 +73,18 @@ def test_other_ends_run_the_other_command(status: str, code: int, tmp_path: Path
 def test_errors_have_the_command_of_their_record(tmp_path: Path) -> None:
     order = order_in(tmp_path, on_failure=DUMP_AT_END)
     with pytest.raises(UsageError), then_command(order):
-        raise UsageError(Problem("wrong", "fix"))
+        raise UsageError(Problem("planted", "wrong", "fix"))
     assert seen(order) is None, "you are there to see it"
 
     def fail() -> None:
         write_json(order.folder / "run.json", {"status": "failed", "exit_code": 5, "reason": "no memory"})
-        raise TrainingFailed(Problem("no memory", "fix"))
+        raise TrainingFailed(Problem("planted", "no memory", "fix"))
 
     with pytest.raises(TrainingFailed), then_command(order):
         fail()
     assert (seen(order) or {})["REASON"] == "no memory"
     with pytest.raises(DatasetRefused), then_command(replace(order, folder=tmp_path / "other")):
-        raise DatasetRefused(Problem("no images", "fix"), None)  # type: ignore[arg-type]
+        raise DatasetRefused(Problem("planted", "no images", "fix"), None)  # type: ignore[arg-type]
     facts = json.loads((tmp_path / "other.env").read_text())
     assert (facts["LORA_TRAINER_STATUS"], facts["LORA_TRAINER_EXIT_CODE"]) == ("refused", "3")
     assert facts["LORA_TRAINER_RECORD"] == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.cli.main import main
-from lora_trainer.core.errors import DatasetRefused, TrainingFailed, UsageError
+from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed, UsageError
 from lora_trainer.report.failures import cause_of, failures_of
 from lora_trainer.report.record import Record
 from lora_trainer.run.train import ended_by
@@ -20,15 +20,21 @@ from lora_trainer.training.recovery import out_of_memory_error
     ("error", "expected"),
     [
         (KeyError("x"), ("ours", "a bug")),
-        (UsageError("lora.rank is 0."), ("yours", "settings or files")),
-        (DatasetRefused("No image can be read."), ("yours", "the dataset")),
+        (UsageError(Problem("planted", "lora.rank is 0.")), ("yours", "settings or files")),
+        (DatasetRefused(Problem("planted", "No image can be read.")), ("yours", "the dataset")),
         (MemoryError(), ("the machine's", "out of memory")),
         (out_of_memory_error("at step 3", "CUDA"), ("the machine's", "out of memory")),
         (OSError(28, "No space left on device"), ("the machine's", "the disk")),
-        (TrainingFailed("run.json needs 1 MB, and the disk of /a has 0 MB free."), ("the machine's", "the disk")),
+        (
+            TrainingFailed(Problem("planted", "run.json needs 1 MB, and the disk of /a has 0 MB free.")),
+            ("the machine's", "the disk"),
+        ),
         (ProcessLost("Process 1 of 2 has sent no heartbeat for 60 s"), ("the machine's", "a process was lost")),
-        (TrainingFailed("The loss was not finite in 10 steps in a row."), ("yours", "the loss diverged")),
-        (TrainingFailed("The checkpoint is of another kind."), ("yours", "the training failed")),
+        (
+            TrainingFailed(Problem("planted", "The loss was not finite in 10 steps in a row.")),
+            ("yours", "the loss diverged"),
+        ),
+        (TrainingFailed(Problem("planted", "The checkpoint is of another kind.")), ("yours", "the training failed")),
         (KeyboardInterrupt(), None),
         (SystemExit(143), ("the machine's", "signal 15")),
     ],
@@ -64,7 +70,9 @@ def test_a_folder_of_runs_is_compared_and_its_failures_are_printed(tmp_path: Pat
         folder = tmp_path / "runs" / f"run-{index:02}"
         folder.mkdir(parents=True)
         end = {"status": "failed", "exit_code": 5, "reason": "Out of memory."} if index == 3 else {"status": "done"}
-        (folder / "run.json").write_text(json.dumps({"name": folder.name, "started": index, **end}))
+        (folder / "run.json").write_text(
+            json.dumps({"name": folder.name, "started": index, "config": {"run": {}}, **end})
+        )
     page = tmp_path / "all.html"
     assert main(["report", str(tmp_path / "runs"), "--output", str(page)]) == 0
     out, err = capsys.readouterr()
@@ -80,7 +88,9 @@ def test_a_folder_of_runs_is_compared_and_its_failures_are_printed(tmp_path: Pat
 def test_a_comparison_is_written_beside_its_runs(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "run.json").write_text(json.dumps({"name": name, "status": "done"}))
+        (tmp_path / "runs" / name / "run.json").write_text(
+            json.dumps({"name": name, "status": "done", "config": {"run": {}}})
+        )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

@@ -37,7 +37,7 @@ class Lost(TrainingFailed):
     """A real ProcessLost would make this process exit."""
 
     def __init__(self) -> None:
-        super().__init__(Problem("Process 1 of 2 has left the run.", "Continue."))
+        super().__init__(Problem("planted", "Process 1 of 2 has left the run.", "Continue."))
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_only_whole_files_are_read(folder: Path) -> None:
 def test_what_is_left_at_the_end_is_answered(folder: Path) -> None:
     requests = Requests(folder.parent)
     with requests:
-        requests.answer(7, lambda kind: Problem("none"))
+        requests.answer(7, lambda kind: Problem("planted", "none"))
         write_request(folder.parent, "prompts", ["a"])
     assert answers(folder)["1"]["problem"] == "The training ended before this was done."
     assert (answers(folder)["1"]["step"], requests.prompts) == (7, None)

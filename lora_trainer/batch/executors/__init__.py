@@ -49,5 +49,7 @@ EXECUTORS = {name: f"lora_trainer.batch.executors.{name}" for name in ("local", 
 def executor(name: str) -> Executor:
     """The executor of that name. Raises UsageError where there is none."""
     if name not in EXECUTORS:
-        raise UsageError(Problem(f"There is no executor {name}.", f"{nearest(name, EXECUTORS)}".strip()))
+        raise UsageError(
+            Problem("unknown_executor", f"There is no executor {name}.", f"{nearest(name, EXECUTORS)}".strip())
+        )
     return cast("Executor", importlib.import_module(EXECUTORS[name]))

@@ -31,7 +31,9 @@ IS_SHARED = CONTINUES = False
 def check(options: ExecutorOptions) -> None:
     """Raise UsageError for options that this executor does not have."""
     if options.values:
-        raise UsageError(Problem("--executor local takes no --executor-option.", "Remove it."))
+        raise UsageError(
+            Problem("unknown_executor_option", "--executor local takes no --executor-option.", "Remove it.")
+        )
 
 
 def submit(store: JobStore, options: ExecutorOptions) -> int | None:
@@ -47,12 +49,16 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
         codes = run_processes(_work_alone, store.output, workers)
         if TRAINING_FAILED in codes:
             message = f"The queue could not be written to {store.output} for too long."
-            raise TrainingFailed(Problem(message, f"{SAFE} Make room there, then continue with --resume."))
+            raise TrainingFailed(
+                Problem("queue_not_writable", message, f"{SAFE} Make room there, then continue with --resume.")
+            )
         # Somebody stopped one worker by itself: that was not asked of the others, which are over.
         if stopped := [code for code in codes if code >= SIGNALED]:
             return stopped[0]
         if _attempts(store) == before:
-            raise TrainingFailed(Problem("No worker process could be started.", "Run the batch with --jobs 1."))
+            raise TrainingFailed(
+                Problem("worker_not_started", "No worker process could be started.", "Run the batch with --jobs 1.")
+            )
         store.give_back_lost()  # of workers that died; a job that kills each of them fails in the end
     return None
 

@@ -75,29 +75,49 @@ class TaskEnd:
 def check(options: ExecutorOptions) -> None:
     """Connect to the cluster. Raises UsageError with all that is wrong with the options, or where it cannot be reached."""
     problems = [
-        Problem(f"--executor ray has no option {key}.", nearest(key, OPTIONS))
+        Problem("unknown_executor_option", f"--executor ray has no option {key}.", nearest(key, OPTIONS))
         for key in options.values
         if key not in OPTIONS
     ]
     gpus, cpus = (chosen(options, key) for key in ("gpus", "cpus"))
     if gpus != "auto" and not 0.0 <= number(gpus) <= 1.0:
         message = f"--executor-option gpus={gpus}: a job trains on one GPU or a part of one."
-        problems.append(Problem(message, "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs."))
+        problems.append(
+            Problem("executor_option_invalid", message, "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs.")
+        )
     if not 0.0 < number(cpus) < math.inf:
-        problems.append(Problem(f"--executor-option cpus={cpus} is no number of CPUs.", "For example: cpus=4"))
+        problems.append(
+            Problem(
+                "executor_option_invalid", f"--executor-option cpus={cpus} is no number of CPUs.", "For example: cpus=4"
+            )
+        )
     if (data := chosen(options, "data")) not in ("path", "store"):
-        problems.append(Problem(f"--executor-option data={data} is neither path nor store.", "For example: data=store"))
+        problems.append(
+            Problem(
+                "executor_option_invalid",
+                f"--executor-option data={data} is neither path nor store.",
+                "For example: data=store",
+            )
+        )
     if not 0.0 < number(most := chosen(options, "store_gib")) < math.inf:
-        problems.append(Problem(f"--executor-option store_gib={most} is no number of GiB.", "For example: store_gib=8"))
+        problems.append(
+            Problem(
+                "executor_option_invalid",
+                f"--executor-option store_gib={most} is no number of GiB.",
+                "For example: store_gib=8",
+            )
+        )
     if (reason := why_unusable("ray")) is not None:
-        problems.append(Problem(f"--executor ray needs Ray, which {reason}.", "pip install 'lora-trainer[ray]'"))
+        problems.append(
+            Problem("library_missing", f"--executor ray needs Ray, which {reason}.", "pip install 'lora-trainer[ray]'")
+        )
     if problems:
         raise UsageError(problems)
     found = connect(chosen(options, "address"))
     asked, there = (0.5 if gpus == "auto" else number(gpus)), found.get("GPU", 0.0)
     if asked > 0.0 and there == 0.0:
         fix = "Add nodes with GPUs, or train on CPUs: --executor-option gpus=0"
-        raise UsageError(Problem("The Ray cluster has no GPU.", fix))
+        raise UsageError(Problem("cluster_without_gpu", "The Ray cluster has no GPU.", fix))
     if gpus != "auto":
         refuse_too_many(options.jobs, asked, there)
 
@@ -121,7 +141,7 @@ def refuse_too_many(jobs: int, gpus: float, there: float) -> None:
             f"The Ray cluster has {counted(int(there), 'GPU')}: {held} at once with {gpus:g} of a GPU each, "
             f"and --jobs is {jobs}."
         )
-        raise UsageError(Problem(message, f"Set --jobs {most}, or add nodes first."))
+        raise UsageError(Problem("too_many_jobs", message, f"Set --jobs {most}, or add nodes first."))
 
 
 def connect(address: str) -> Mapping[str, float]:
@@ -138,7 +158,9 @@ def connect(address: str) -> Mapping[str, float]:
         except (OSError, RuntimeError, ValueError, TimeoutError) as error:
             reason = " ".join(str(error).split(". ")[0].split()) or type(error).__name__
             fix = "Run it on a machine of the cluster, or name one: --executor-option address=HOST:6379. To start one: ray start --head"
-            raise UsageError(Problem(f"No Ray cluster can be reached at {address}: {reason}.", fix)) from error
+            raise UsageError(
+                Problem("cluster_unreachable", f"No Ray cluster can be reached at {address}: {reason}.", fix)
+            ) from error
     return dict(ray.cluster_resources())
 
 
@@ -214,7 +236,8 @@ class JobShares:
             plain_console().print(line)
         if refused:
             raise UsageError(
-                Problem(f"{listed(names)}: {problem.message}", problem.fix) for problem, names in refused.items()
+                Problem(problem.code, f"{listed(names)}: {problem.message}", problem.fix)
+                for problem, names in refused.items()
             )
         return min((share.gpus for share, _ in found), default=0.0)
 
@@ -252,7 +275,7 @@ class StoredData:
                     f"{job.name}: its data has {size:.3g} GiB, and data=store takes at most {self.most_gib:g} GiB."
                 )
                 fix = f"Use data=path on a disk that all nodes share, or --executor-option store_gib={math.ceil(size)}"
-                problems.append(Problem(message, fix))
+                problems.append(Problem("data_too_large_for_store", message, fix))
         if problems:
             raise UsageError(problems)
         for reason, names in by_path.items():
@@ -336,7 +359,7 @@ class Tasks:
             self.stop()
             message = f"{job.name}: its data cannot be put into Ray's object store ({type(error).__name__})."
             fix = "Start Ray with a larger --object-store-memory, or use data=path."
-            raise TrainingFailed(Problem(message, fix)) from error
+            raise TrainingFailed(Problem("data_not_stored", message, fix)) from error
         too_small = [node for node, gib in self.nodes.items() if share.gpus and is_smaller(gib, share)]
         task = ray.remote(  # one call for each process, which frees its GPU when its job has ended
             num_cpus=number(chosen(self.options, "cpus")),
@@ -372,7 +395,9 @@ class Tasks:
             self.refusals[name] = self.refusals.get(name, 0) + 1
             if self.refusals[name] >= MOST_REFUSALS:
                 self.stop()
-                raise TrainingFailed([Problem(f"{name}: {message}", fix) for message, fix in ended.problems])
+                raise TrainingFailed(
+                    [Problem("node_unsuitable", f"{name}: {message}", fix) for message, fix in ended.problems]
+                )
             plain_console().print(f"warning: {name} (exit code {ended.code}): {ended.problems[0][0]}")
 
     def stop(self) -> None:
@@ -461,7 +486,7 @@ def ask_nodes(output: Path) -> dict[str, float | None]:
             except ray.exceptions.RayError as error:
                 wrong, gibs = [(f"it does not answer ({type(error).__name__})", "Look at it with: ray status")], []
             address = node["NodeManagerAddress"]
-            problems += [Problem(f"Ray node {address}: {message}.", fix) for message, fix in wrong]
+            problems += [Problem("node_unsuitable", f"Ray node {address}: {message}.", fix) for message, fix in wrong]
             if node["Resources"].get("GPU"):
                 sizes[node["NodeID"]] = min(gibs, default=None)
     finally:

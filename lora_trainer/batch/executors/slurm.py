@@ -48,14 +48,16 @@ def sbatch_options(values: Mapping[str, str]) -> dict[str, str | bool]:
     that cannot be set.
     """
     problems = [
-        Problem(f"--executor-option {key} cannot be set: {OWN[key]}.", "Remove it.") for key in values if key in OWN
+        Problem("executor_option_reserved", f"--executor-option {key} cannot be set: {OWN[key]}.", "Remove it.")
+        for key in values
+        if key in OWN
     ]
     for key in GPUS:
         # 2, a100:2, gpu:2, gpu:a100:2, shard:4
         counts = re.findall(r"(?:^|,)(?!(?:shard|mps|nic):)(?:[^,]*:)?(\d+)", values.get(key, ""))
         if sum(int(count) for count in counts) > 1:
             message = f"--executor-option {key}={values[key]} is for several GPUs, and a job of a batch trains on one."
-            problems.append(Problem(message, "Try gpus-per-node=1 with a larger --jobs."))
+            problems.append(Problem("executor_option_invalid", message, "Try gpus-per-node=1 with a larger --jobs."))
     if problems:
         raise UsageError(problems)
     chosen: dict[str, str | bool] = {} if any(key in values for key in GPUS) else {"gpus-per-node": "1"}
@@ -67,10 +69,14 @@ def check(options: ExecutorOptions) -> None:
     chosen = sbatch_options(options.values)
     if (reason := why_unusable("submitit")) is not None:
         message = f"--executor slurm needs submitit, which {reason}."
-        raise UsageError(Problem(message, "pip install 'lora-trainer[slurm]'"))
+        raise UsageError(Problem("library_missing", message, "pip install 'lora-trainer[slurm]'"))
     if missing := [program for program in ("sbatch", "srun", "squeue") if shutil.which(program) is None]:
         message = f"This machine has no {' and no '.join(missing)}."
-        raise UsageError(Problem(message, "Run it on a login node of the SLURM cluster, or choose --executor local."))
+        raise UsageError(
+            Problem(
+                "slurm_missing", message, "Run it on a login node of the SLURM cluster, or choose --executor local."
+            )
+        )
     flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in chosen.items()]
     try:
         ask("sbatch", "--test-only", *flags, "--wrap=true")
@@ -79,7 +85,7 @@ def check(options: ExecutorOptions) -> None:
         if any(words in problem.message for words in ("contact", "no answer", "communicat")):
             raise
         fix = f"The jobs ask for {' '.join(flags)}. Change it by --executor-option KEY=VALUE; gpus-per-node=0 trains on CPUs."
-        raise UsageError(Problem(problem.message, fix)) from error
+        raise UsageError(Problem(problem.code, problem.message, fix)) from error
 
 
 def submit(store: JobStore, options: ExecutorOptions) -> int | None:
@@ -143,7 +149,9 @@ def submit_array(store: JobStore, jobs: Sequence[QueuedJob], options: ExecutorOp
         submitted = executor.map_array(work_on_node, outputs, [job.name for job in jobs])
     except (FailedJobError, FailedSubmissionError) as error:
         message = f"SLURM did not take the jobs: {' '.join(str(error).split())}"
-        raise UsageError(Problem(message, "Nothing was submitted. Correct that, then add --resume.")) from error
+        raise UsageError(
+            Problem("slurm_refused", message, "Nothing was submitted. Correct that, then add --resume.")
+        ) from error
     return {job.name: task.job_id for job, task in zip(jobs, submitted, strict=True)}
 
 
@@ -215,7 +223,9 @@ def ask(*command: str) -> str:
     if not said:
         return found.stdout
     lines = [re.sub(r"^\w+: (error: )?", "", line) for line in said.splitlines() if line.strip()]
-    raise UsageError(Problem(f"{command[0]}: {'; '.join(dict.fromkeys(lines))}.", "Is the cluster up? Try: sinfo"))
+    raise UsageError(
+        Problem("slurm_refused", f"{command[0]}: {'; '.join(dict.fromkeys(lines))}.", "Is the cluster up? Try: sinfo")
+    )
 
 
 def describe_lost(folder: Path, jobs: Sequence[QueuedJob], tasks: Mapping[str, str]) -> list[Problem]:
@@ -232,4 +242,7 @@ def describe_lost(folder: Path, jobs: Sequence[QueuedJob], tasks: Mapping[str, s
             fix = "Choose an --output on a disk that the nodes share with this machine, and submit again."
             reason = f"there is no log of them in {folder}", fix
         found.setdefault(reason, []).append(job.name)
-    return [Problem(f"not in SLURM any more: {', '.join(names)}: {said}", fix) for (said, fix), names in found.items()]
+    return [
+        Problem("jobs_vanished", f"not in SLURM any more: {', '.join(names)}: {said}", fix)
+        for (said, fix), names in found.items()
+    ]

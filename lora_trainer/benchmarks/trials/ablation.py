@@ -100,7 +100,9 @@ def measure(asked: RequestedMeasure) -> Report:
     wanted = [option for option in OPTIMIZATIONS if asked.only is None or asked.only in option.name]
     if not wanted:
         known = ", ".join(option.name for option in OPTIMIZATIONS)
-        raise UsageError(Problem(f"No optimization has {asked.only!r} in its name.", f"There are: {known}."))
+        raise UsageError(
+            Problem("no_row_of_that_name", f"No optimization has {asked.only!r} in its name.", f"There are: {known}.")
+        )
     on_gpu = join_processes().device.type == "cuda"
     steps = asked.steps or (STEPS if on_gpu else STEPS_ON_CPU)
     with tempfile.TemporaryDirectory() as folder:

@@ -136,7 +136,13 @@ def measure(asked: RequestedMeasure) -> Report:
     """Measure each kind and option. `asked.steps` are those of each trained run. Raises UserError."""
     wanted = {name: VARIANTS[name] for name in VARIANTS if asked.only is None or asked.only in name}
     if not wanted:
-        raise UsageError(Problem(f"No adapter has {asked.only!r} in its name.", f"There are: {', '.join(VARIANTS)}."))
+        raise UsageError(
+            Problem(
+                "no_row_of_that_name",
+                f"No adapter has {asked.only!r} in its name.",
+                f"There are: {', '.join(VARIANTS)}.",
+            )
+        )
     wanted = {BASELINE: VARIANTS[BASELINE], **wanted}
     rows, notes = list[AdapterRow](), list[str]()
     for named in asked.subjects or (SMALL, OWN):
@@ -164,7 +170,9 @@ def timed_rows(
             notes += [f"{name}: {problem.message}" for problem in error.problems]
     taken = in_turn(asked, named, sides, STEPS, folder)
     if taken is None:
-        raise UsageError(Problem("The GPU has no room for all adapters in turn.", "Measure some: --filter dora."))
+        raise UsageError(
+            Problem("does_not_fit", "The GPU has no room for all adapters in turn.", "Measure some: --filter dora.")
+        )
     rows = []
     for row in rows_of(taken):
         if isinstance(row, VersusRow):

@@ -122,7 +122,9 @@ def measure(asked: RequestedMeasure) -> Report:
     on_gpu = torch.cuda.is_available()
     wanted = [name for name in ("step", "peak", "score") if asked.only is None or asked.only in name]
     if not wanted:
-        raise UsageError(Problem(f"No row has {asked.only!r} in its name.", "Rows: step, peak, score."))
+        raise UsageError(
+            Problem("no_row_of_that_name", f"No row has {asked.only!r} in its name.", "Rows: step, peak, score.")
+        )
     for family in families:
         model = family
         if wanted != ["score"]:

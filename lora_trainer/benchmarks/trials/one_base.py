@@ -98,7 +98,7 @@ class JointRuns:
 def measure(asked: RequestedMeasure) -> Report:
     """Time `asked.steps` steps of each row. Raises UserError."""
     if against := settings_against(asked.resolved.config):
-        raise UsageError(Problem(f"With {against} a run trains alone.", "Measure without."))
+        raise UsageError(Problem("trains_alone", f"With {against} a run trains alone.", "Measure without."))
     wanted = {
         name: (settings, runs)
         for name, settings in VARIANTS.items()
@@ -106,7 +106,13 @@ def measure(asked: RequestedMeasure) -> Report:
     }
     if not wanted:
         known = ", ".join(row_name(name, RUNS[-1]) for name in VARIANTS)
-        raise UsageError(Problem(f"No row has {asked.only!r} in its name.", f"There are 1, 2, 4 and 8 of: {known}."))
+        raise UsageError(
+            Problem(
+                "no_row_of_that_name",
+                f"No row has {asked.only!r} in its name.",
+                f"There are 1, 2, 4 and 8 of: {known}.",
+            )
+        )
     rows, notes = list[TogetherRow](), list[str]()
     kept: dict[str, dict[str, Any]] = {}
     if asked.rows is not None and asked.rows.exists():

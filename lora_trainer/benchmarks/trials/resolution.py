@@ -78,7 +78,7 @@ def measure(asked: RequestedMeasure) -> Report:
             break
         rows.append(row)
     if not rows:
-        raise UsageError([Problem(note) for note in notes])
+        raise UsageError([Problem("not_measured", note) for note in notes])
     if rows[0].val_loss_before is None:
         notes.append("Random weights or no validation images: what a resolution brings cannot be measured.")
     else:

@@ -83,7 +83,9 @@ def measure(asked: RequestedMeasure) -> Report:
     config = asked.resolved.config
     if config.model.family is None or config.model.path is not None:
         problem = "bench scaling measures a family's published architecture."
-        raise UsageError(Problem(problem, "Name one: --set model.family=sdxl, with --tiny on a CPU."))
+        raise UsageError(
+            Problem("model_not_for_bench", problem, "Name one: --set model.family=sdxl, with --tiny on a CPU.")
+        )
     gpus = torch.cuda.device_count()
     order = {"layers": layers_of(asked.resolved), "steps": asked.steps or STEPS, "tiny": asked.tiny, "named": OWN}
     found = {count: launched(CHILD, order, count, on_gpus=bool(gpus)) for count in counts(gpus or 2)}
@@ -170,10 +172,12 @@ def launched(child: str, order: Mapping[str, Any], count: int, *, on_gpus: bool)
         try:
             code, said = ended(command, {**local, **os.environ, **threads}, SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise TrainingFailed(Problem(f"{count} processes took longer than {SECONDS:.0f} s.")) from error
+            raise TrainingFailed(
+                Problem("processes_too_slow", f"{count} processes took longer than {SECONDS:.0f} s.")
+            ) from error
         if not answer.is_file():
             last = next((line for line in reversed(said.splitlines()) if line.strip()), "nothing was said")
-            raise TrainingFailed(Problem(f"{count} processes ended with code {code}: {last}"))
+            raise TrainingFailed(Problem("processes_failed", f"{count} processes ended with code {code}: {last}"))
         found: dict[str, Any] = read_json(answer)
         return found
 

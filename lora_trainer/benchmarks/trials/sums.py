@@ -40,7 +40,9 @@ def sums_pair(asked: RequestedMeasure, folder: Path, steps: int) -> Pair:
     gpus, model = torch.cuda.device_count(), asked.resolved.config.model
     if gpus == 1:
         message = "One GPU is visible, and gradients are summed over at least 2 processes."
-        raise UsageError(Problem(message, "Measure it on a machine with 2, or without GPUs (CUDA_VISIBLE_DEVICES=)."))
+        raise UsageError(
+            Problem("one_gpu", message, "Measure it on a machine with 2, or without GPUs (CUDA_VISIBLE_DEVICES=).")
+        )
     order = {
         "layers": layers_of(changed(asked.resolved, ACCUMULATED)),
         "steps": steps,

@@ -40,14 +40,20 @@ def measure(asked: RequestedMeasure) -> Report:
     path = asked.rows or Path(FILE)
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not asked.tiny:
-        raise UsageError(Problem("There is no CUDA GPU here.", "bench table --tiny shows that every row runs."))
+        raise UsageError(
+            Problem("no_gpu", "There is no CUDA GPU here.", "bench table --tiny shows that every row runs.")
+        )
     asking = Asking(1, asked.steps or 2, tiny=True) if asked.tiny else Asking(steps=asked.steps or Asking.steps)
     wanted = [spec for spec in SPECS if asked.only is None or asked.only in spec.name]
     late = [spec for spec in wanted if spec.settings.get("compile.enabled") and not on_gpu and asked.only is None]
     wanted = [spec for spec in wanted if spec not in late]
     if not wanted:
         raise UsageError(
-            Problem(f"No row has {asked.only!r} in its name.", f"Rows: {', '.join(s.name for s in SPECS)}.")
+            Problem(
+                "no_row_of_that_name",
+                f"No row has {asked.only!r} in its name.",
+                f"Rows: {', '.join(s.name for s in SPECS)}.",
+            )
         )
     device = device_name()
     rows = fill(wanted, rows_in(path, device), asking, path, device, 60.0 * (asked.minutes or MINUTES))
@@ -116,7 +122,7 @@ def rows_in(path: Path, device: str) -> dict[str, TableRow]:
     document = read_measurement(path)
     if document.get("device") != device:
         problem = f"{path} is of {document.get('device')}, and this is {device}."
-        raise UsageError(Problem(problem, "Name another file with --rows."))
+        raise UsageError(Problem("baseline_differs", problem, "Name another file with --rows."))
     return {row.name: row for row in map(row_of_document, document["rows"])}
 
 

@@ -119,13 +119,15 @@ def refuse_unwritable(folder: Path, lacking: str, *, only_looks: bool = False) -
         fix = (
             "Set cache.dir to a folder that can be written to, or fill this cache where it can be: lora-trainer cache."
         )
-        raise UsageError(Problem(message, fix)) from error
+        raise UsageError(Problem("cache_not_writable", message, fix)) from error
 
 
 def refused(folder: Path, error: OSError) -> TrainingFailed:
     """The disk's no."""
     message = f"The cache {folder} cannot be written ({(error.strerror or str(error)).lower()})."
-    return TrainingFailed(Problem(message, f"{what_helps(error)}, or set cache.dir to another disk."))
+    return TrainingFailed(
+        Problem("cache_not_writable", message, f"{what_helps(error)}, or set cache.dir to another disk.")
+    )
 
 
 class _Filling(Generic[Prepared]):
@@ -196,7 +198,9 @@ class _Filling(Generic[Prepared]):
         for row, place in enumerate(places):
             if not all(bool(torch.isfinite(tensor[row]).all()) for tensor in tensors.values()):
                 message = f"The encoder gave values that are not finite for {work.name(place)}."
-                raise TrainingFailed(Problem(message, "Set memory.weight_dtype=fp32, or bf16 in place of fp16."))
+                raise TrainingFailed(
+                    Problem("encoding_not_finite", message, "Set memory.weight_dtype=fp32, or bf16 in place of fp16.")
+                )
         layout, keys = layout_of(tensors), [work.keys[place] for place in places]
         try:
             size = sum(tensor.nbytes for tensor in tensors.values())

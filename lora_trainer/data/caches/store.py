@@ -225,4 +225,6 @@ class Store:
                 message = (
                     f"An entry of the cache {self._folder} was removed or damaged during the run ({owner or key[:12]})."
                 )
-                raise TrainingFailed(Problem(message, "It is built anew when the run starts again.")) from error
+                raise TrainingFailed(
+                    Problem("cache_entry_lost", message, "It is built anew when the run starts again.")
+                ) from error

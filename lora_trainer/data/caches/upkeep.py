@@ -168,7 +168,7 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
         if folder == user_cache_folder():
             return Cleaned(0, 0, 0, limit)
         fix = "Name one that was filled by lora-trainer, or none for the user's own; nothing was removed."
-        raise UsageError(Problem(f"{folder} is no cache of lora-trainer.", fix))
+        raise UsageError(Problem("not_a_cache", f"{folder} is no cache of lora-trainer.", fix))
     removed, damaged = 0, 0
     before = _bytes_in(folder)
     with upkeep(folder):

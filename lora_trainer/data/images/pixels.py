@@ -111,11 +111,13 @@ def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content:
         found = read()
         # Otherwise the new image's latents would be stored under the old one's key.
         if content_of(path, span) != content:
-            raise DatasetRefused(Problem(f"{path} changed while it was read.", "Run again."))
+            raise DatasetRefused(Problem("image_changed", f"{path} changed while it was read.", "Run again."))
     except BrokenImageError as broken:
-        raise DatasetRefused(Problem(f"{path} {broken.message}", broken.fix)) from broken
+        raise DatasetRefused(Problem(broken.code, f"{path} {broken.message}", broken.fix)) from broken
     except RemoteError as error:
         raise TrainingFailed(unreachable(path if span is None else span.file, error)) from error
     except OSError as error:
-        raise DatasetRefused(Problem(f"{path} cannot be read any more ({error}).", "Run again.")) from error
+        raise DatasetRefused(
+            Problem("image_unreadable", f"{path} cannot be read any more ({error}).", "Run again.")
+        ) from error
     return found

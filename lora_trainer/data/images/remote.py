@@ -121,7 +121,7 @@ def fix_of(error: RemoteError) -> str:
 
 def unreachable(place: Path, error: RemoteError) -> Problem:
     """The problem of a source that cannot be read now. Its images are not damaged, so none is left out for it."""
-    return Problem(f"{shown_place(place)} cannot be read: {error.strerror}.", fix_of(error))
+    return Problem("data_unreadable", f"{shown_place(place)} cannot be read: {error.strerror}.", fix_of(error))
 
 
 def look_up(url: str) -> RemoteFile:

@@ -91,4 +91,4 @@ class SourceReading:
         self.notes[printable(text)] = None
 
     def problem(self, message: str, fix: str) -> None:
-        self.problems.append(Problem(message, fix))
+        self.problems.append(Problem("data_unreadable", message, fix))

@@ -43,7 +43,9 @@ def choose_attention(
             install = "Install it, or set" if "not installed" in failure else "Set"
             raise UsageError(
                 Problem(
-                    f"hardware.attention_backend={wanted}: {failure}.", f"{install} hardware.attention_backend=auto."
+                    "attention_not_usable",
+                    f"hardware.attention_backend={wanted}: {failure}.",
+                    f"{install} hardware.attention_backend=auto.",
                 )
             )
         failures.append(failure)
@@ -54,7 +56,13 @@ def choose_attention(
         if failure is None:
             return AttentionChoice(name, works, tuple(failures))
         failures.append(failure)
-    raise UsageError(Problem(f"No attention works here: {'; '.join(failures)}.", "Check the installation of torch."))
+    raise UsageError(
+        Problem(
+            "attention_not_usable",
+            f"No attention works here: {'; '.join(failures)}.",
+            "Check the installation of torch.",
+        )
+    )
 
 
 def fastest_attention(
@@ -81,7 +89,9 @@ def fastest_attention(
     if least == inf:
         raise UsageError(
             Problem(
-                f"No attention works here: {'; '.join(filter(None, failures))}.", "Check the installation of torch."
+                "attention_not_usable",
+                f"No attention works here: {'; '.join(filter(None, failures))}.",
+                "Check the installation of torch.",
             )
         )
     timings = [f"{name} {1000 * each:.2f} ms" for each, name in sorted(zip(taken, names, strict=True)) if each < inf]

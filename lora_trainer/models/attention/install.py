@@ -29,7 +29,7 @@ def install_attention(denoiser: nn.Module, name: str) -> None:
         make = PROCESSORS.get(type(usual).__name__)
         if make is None or not _plain(module):
             problem = f"{type(usual).__name__} of this model is not known: attention {name} cannot take its place."
-            raise UsageError(Problem(problem, "Set hardware.attention_backend=sdpa."))
+            raise UsageError(Problem("attention_unknown", problem, "Set hardware.attention_backend=sdpa."))
         module.set_processor(make(usual, KINDS[name]))
         remember_signature(make)
 

@@ -20,6 +20,7 @@ def lacking(name: str) -> Problem | None:
     if module is None or (reason := why_unusable(module)) is None:
         return None
     return Problem(
+        "library_missing",
         f"hardware.attention_backend={name}: {name} {reason} ({FROM[name]}).",
         "Install it, or set hardware.attention_backend=auto.",
     )

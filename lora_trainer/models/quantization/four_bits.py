@@ -29,7 +29,9 @@ def need_library() -> None:
     """Raise UsageError, with the command that helps, where bitsandbytes cannot be used."""
     if (reason := why_unusable("bitsandbytes")) is not None:
         message = f"memory.weight_dtype=nf4 needs bitsandbytes, which {reason}."
-        raise UsageError(Problem(message, "pip install bitsandbytes, or set memory.weight_dtype=int8."))
+        raise UsageError(
+            Problem("library_missing", message, "pip install bitsandbytes, or set memory.weight_dtype=int8.")
+        )
 
 
 def widened(packed: Tensor, scale: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -167,7 +167,7 @@ def gguf_package(module: str) -> Any:
         return importlib.import_module(f"gguf.{module}")
     except Exception as error:  # an installed library that fails to load raises all kinds
         message = f"A quantized GGUF file needs the package gguf, which cannot be used ({str(error)[:100]})."
-        raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'")) from error
+        raise UsageError(Problem("library_missing", message, "pip install 'lora-trainer[gguf]'")) from error
 
 
 def _rows(stored: Tensor, place: Place) -> Tensor:

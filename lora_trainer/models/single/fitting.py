@@ -41,11 +41,11 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
         if (ours or 0) != (theirs or 0):
             difference = f"{theirs} {words}" if words == "latent channels" else f"{words} {theirs}"
             message = f"model.vae: {named} has {difference}, and the model's own has {ours}."
-            problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
+            problems.append(Problem("vae_differs", message, "Name a VAE of the same family, or remove model.vae."))
     levels, theirs = (len(config.get("block_out_channels", config.get("dim_mult", ()))) for config in (own, other))
     if levels and theirs and levels != theirs:  # a published one leaves them to the file
         message = f"model.vae: {named} makes images {2 ** (theirs - 1)} times smaller, and the model's own {2 ** (levels - 1)} times."
-        problems.append(Problem(message, "Name a VAE of the same family, or remove model.vae."))
+        problems.append(Problem("vae_differs", message, "Name a VAE of the same family, or remove model.vae."))
     if problems:
         raise UsageError(problems)
 
@@ -53,19 +53,21 @@ def check_vae(own: Mapping[str, Any], other: Mapping[str, Any], named: Path) -> 
 def vae_folder(named: Path) -> Path:
     """A VAE's own folder: the one that is named, or `vae/` in it; a file stays one. Raises UsageError."""
     if not named.exists():
-        raise UsageError(Problem(f"There is no VAE at {named}.", "Check model.vae: its folder, or its file."))
+        raise UsageError(
+            Problem("model_missing", f"There is no VAE at {named}.", "Check model.vae: its folder, or its file.")
+        )
     if named.is_file():
         return named
     folder = named / "vae" if (named / "vae" / "config.json").exists() else named
     if not (folder / "config.json").exists():
         message = f"{named} holds no VAE: neither config.json nor vae/config.json."
-        raise UsageError(Problem(message, "Name a diffusers folder of a VAE, or its .safetensors file."))
+        raise UsageError(Problem("vae_missing", message, "Name a diffusers folder of a VAE, or its .safetensors file."))
     config = read_config(folder, "config.json")
     usual = USUAL if "block_out_channels" in config else config.get("model_type", "part of another kind")
     kind = config.get("_class_name", usual)
     if kind not in CHANNELS:
         message = f"{folder} is a {str(kind)[:80]}, not an {' or an '.join(CHANNELS)}."
-        raise UsageError(Problem(message, "Name a VAE with model.vae."))
+        raise UsageError(Problem("vae_unsupported", message, "Name a VAE with model.vae."))
     return folder
 
 
@@ -77,7 +79,9 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
     """
     if not named.exists():
         message = f"model.text_encoders: there is no file or folder {named}."
-        raise UsageError(Problem(message, "Name a folder that holds text_encoder_2/, tokenizer_2/ and so on."))
+        raise UsageError(
+            Problem("file_missing", message, "Name a folder that holds text_encoder_2/, tokenizer_2/ and so on.")
+        )
     there = {
         path.name: path
         for path in (named.iterdir() if named.is_dir() else ())
@@ -90,13 +94,15 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
     held = [*sorted(there), *(file.name for file in files)]
     if not held:
         message = f"model.text_encoders: {named} holds neither text_encoder/ nor tokenizer/, with or without a number, nor files."
-        raise UsageError(Problem(message, "Name a diffusers folder, or one laid out likewise."))
+        raise UsageError(
+            Problem("text_encoders_missing", message, "Name a diffusers folder, or one laid out likewise.")
+        )
     used = {name: path for name, path in there.items() if name in wanted} | _single_files(files, sought)
     if not used:
         lacks = f"lacks {', '.join(sorted(wanted))}" if wanted else "has its own"
         message = f"model.text_encoders: {named} holds {', '.join(held[:SHOWN])}, and the model {lacks}."
         fix = f"Name a folder that holds {', '.join(sorted(wanted))}." if wanted else "Remove model.text_encoders."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("text_encoders_unknown", message, fix))
     return used
 
 
@@ -130,7 +136,11 @@ def _single_files(files: Sequence[Path], sought: Mapping[str, str]) -> dict[str,
         if len(sizes) > 1 and sizes[0] == sizes[1]:
             paths = " and ".join(str(file) for file in same if file.stat().st_size == sizes[0])
             raise UsageError(
-                Problem(f"model.text_encoders: {paths} may both be {name}.", "Name a folder with one of them.")
+                Problem(
+                    "text_encoders_ambiguous",
+                    f"model.text_encoders: {paths} may both be {name}.",
+                    "Name a folder with one of them.",
+                )
             )
         if same:
             chosen[name] = max(same, key=lambda file: file.stat().st_size)

@@ -77,7 +77,9 @@ def lay_out(base: Path | SingleFile, parts: Parts | None = None, *, kept: bool =
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     except OSError as error:
         message = f"{place} is laid out in {target.parent}, which cannot be written to ({(error.strerror or str(error)).lower()})."
-        raise UsageError(Problem(message, "Set LORA_TRAINER_CACHE to a folder that can be written to.")) from error
+        raise UsageError(
+            Problem("cache_not_writable", message, "Set LORA_TRAINER_CACHE to a folder that can be written to.")
+        ) from error
     try:
         if isinstance(base, SingleFile):
             _from_checkpoint(base, replacement, temporary)
@@ -90,7 +92,9 @@ def lay_out(base: Path | SingleFile, parts: Parts | None = None, *, kept: bool =
         shutil.rmtree(temporary, ignore_errors=True)
     if not (target / "model_index.json").exists():
         message = f"{target} cannot be written."
-        raise UsageError(Problem(message, f"Delete it, or give {laid_out_models()} room and rights."))
+        raise UsageError(
+            Problem("cache_not_writable", message, f"Delete it, or give {laid_out_models()} room and rights.")
+        )
     return target
 
 
@@ -224,7 +228,7 @@ def _text_part(
         if stored.shapes:
             message = f"{checkpoint.file} holds {name} quantized ({stored.not_read})."
         fix = f"Name a folder that holds {name}/, or its .safetensors file, with model.text_encoders{may}."
-        raise UsageError(Problem(message, fix))
+        raise UsageError(Problem("model_is_quantized", message, fix))
     return text_part(kind, stored, sees=sees)
 
 
@@ -236,7 +240,9 @@ def _vae(checkpoint: SingleFile, published: Mapping[str, Any], replacement: Path
         return _replaced_vae(replacement, published if own is None else own.config)
     if stored is None or own is None:
         message = f"{checkpoint.file} holds no VAE."
-        raise UsageError(Problem(message, "Name one with model.vae: its folder, or its .safetensors file."))
+        raise UsageError(
+            Problem("vae_missing", message, "Name one with model.vae: its folder, or its .safetensors file.")
+        )
     refuse_not_read(stored)
     return own
 
@@ -265,7 +271,7 @@ def vae_of_file(file: Path, published: Mapping[str, Any]) -> Part:
         if "encoder.conv_in.weight" in stored.shapes or is_video_vae(stored):
             refuse_not_read(stored)
             return _vae_part(stored, published)
-    raise UsageError(Problem(f"{file} is no VAE.", "Name one with model.vae."))
+    raise UsageError(Problem("vae_missing", f"{file} is no VAE.", "Name one with model.vae."))
 
 
 def _write_part(part: Part | Path, target: Path) -> None:

@@ -109,7 +109,7 @@ def recognize(file: Path, variant: str | None = None, prediction: str | None = N
     names = [name for name in header if name != METADATA]
     for endings, kind in OTHER_KINDS:
         if any(name.endswith(endings) for name in names):
-            raise UsageError(Problem(f"{file} is {kind}, no base model.", USE_BASE))
+            raise UsageError(Problem("not_a_base_model", f"{file} is {kind}, no base model.", USE_BASE))
     for prefix in PREFIXES:
         for first, known in KNOWN.items():
             if prefix + first in header:
@@ -131,7 +131,9 @@ def _of_variant(found: SingleFile, variant: str | None) -> SingleFile:
         message = f"model.flavor = {variant}: the keys of {found.file} already decide it."
         if variants and not marked:
             message = f"model.flavor = {variant}: {found.file} may be {' or '.join(variants)}."
-        raise UsageError(Problem(message, "Remove model.flavor." if not variants else f"Set {variants[0]}."))
+        raise UsageError(
+            Problem("flavor_ambiguous", message, "Remove model.flavor." if not variants else f"Set {variants[0]}.")
+        )
     return replace(found, variant=variant, note="")
 
 
@@ -141,7 +143,7 @@ def _of_prediction(found: SingleFile, prediction: str | None) -> SingleFile:
         return found
     if found.prediction is None:
         message = f"model.prediction_type = {prediction}: {found.file} is a flow model, which has one prediction type."
-        raise UsageError(Problem(message, "Remove model.prediction_type."))
+        raise UsageError(Problem("prediction_not_for_flow", message, "Remove model.prediction_type."))
     zero_terminal = prediction == "v_prediction" and "ztsnr" in found.header
     by = "model.prediction_type" + (" and its key ztsnr" if zero_terminal else "")
     return replace(found, prediction=prediction, prediction_by=by, zero_terminal=zero_terminal)
@@ -169,40 +171,48 @@ def _unknown(file: Path, names: list[str]) -> Problem:
     """The problem of a file that is no checkpoint, naming what it is where that is known."""
     if any(name.endswith(DIFFUSERS) for name in names):
         message = f"{file} holds one part of a model, by diffusers' names."
-        return Problem(message, "Name the folder that holds all parts, with model_index.json.")
+        return Problem("one_part_of_model", message, "Name the folder that holds all parts, with model_index.json.")
     for endings, kind, fix in LATER_KINDS:
         if any(name.endswith(endings) for name in names):
-            return Problem(f"{file} is {kind}, no base model.", fix)
+            return Problem("not_a_base_model", f"{file} is {kind}, no base model.", fix)
     seen = ", ".join(sorted(names)[:3])[:200] or "nothing"
     families = (
         "Stable Diffusion 1.x, 2.x, XL, 3 and 3.5, FLUX.1, FLUX.2 klein, Chroma, Z-Image, Qwen-Image, Qwen-Image 2.1, "
         "Krea 2 and Anima"
     )
-    return Problem(f"{file} is of no known architecture: it holds {seen}.", f"What can be read: {families}.")
+    return Problem(
+        "architecture_unknown",
+        f"{file} is of no known architecture: it holds {seen}.",
+        f"What can be read: {families}.",
+    )
 
 
 def _unet(found: SingleFile) -> SingleFile:
     """A U-Net: 1.x, 2.x or XL by the width of the text that it reads."""
     stored, file = found.denoiser, found.file
     if any(".time_stack." in name or "motion_modules" in name for name in stored.shapes):
-        raise UsageError(Problem(f"{file} makes videos.", USE_BASE))
+        raise UsageError(Problem("model_unsupported", f"{file} makes videos.", USE_BASE))
     channels = stored.side("input_blocks.0.0.weight", 1)
     if channels in UNUSUAL_CHANNELS:
         message = f"{file} is {UNUSUAL_CHANNELS[channels]}: {channels} input channels in place of 4."
-        raise UsageError(Problem(message, "Use the base model that it was made from."))
+        raise UsageError(Problem("model_unsupported", message, "Use the base model that it was made from."))
     reads = next((name for name in stored.shapes if name.endswith("attn2.to_k.weight")), "attn2.to_k.weight")
     width = stored.side(reads, 1)
     if "label_emb.0.0.weight" not in stored.shapes:
         family = "sd2" if width == SD2_TEXT_WIDTH else "sd15"
     elif width == SD2_TEXT_WIDTH:
-        raise UsageError(Problem(f"{file} is an unCLIP model, which reads images, too.", USE_BASE))
+        raise UsageError(Problem("model_unsupported", f"{file} is an unCLIP model, which reads images, too.", USE_BASE))
     elif width == REFINER_TEXT_WIDTH or "conditioner.embedders.0.model.text_projection" in found.header:
-        raise UsageError(Problem(f"{file} is the refiner of SDXL.", "Use the base model of SDXL."))
+        raise UsageError(Problem("model_unsupported", f"{file} is the refiner of SDXL.", "Use the base model of SDXL."))
     else:
         family = "sdxl"
     for key in ("edm_mean", "edm_vpred.sigma_max"):
         if key in found.header:
-            raise UsageError(Problem(f"{file} has a noise schedule that is not supported ({key}).", USE_BASE))
+            raise UsageError(
+                Problem(
+                    "scheduler_unsupported", f"{file} has a noise schedule that is not supported ({key}).", USE_BASE
+                )
+            )
     prediction = str((found.header.get(METADATA) or {}).get(PREDICTION, ""))
     shown_by = {
         "its key v_pred": "v_pred" in found.header,
@@ -262,15 +272,15 @@ def _flux(found: SingleFile) -> SingleFile:
     if "distilled_guidance_layer.in_proj.bias" in stored.shapes and "txt_in.weight" in stored.shapes:
         if "img_in.weight" not in stored.shapes or stored.side("img_in.weight", 1) != FIRST_OF_FLUX:
             message = f"{found.file} is a Chroma model that takes pixels (Radiance), or more than noisy latents."
-            raise UsageError(Problem(message, "Use Chroma1-Base or Chroma1-HD."))
+            raise UsageError(Problem("model_unsupported", message, "Use Chroma1-Base or Chroma1-HD."))
         return SingleFile(found.file, "chroma", stored, found.header)
     if "txt_in.weight" not in stored.shapes or "vector_in.in_layer.weight" not in stored.shapes:
         message = f"{found.file} has FLUX.1's blocks but another text input."
-        raise UsageError(Problem(message, USE_BASE))
+        raise UsageError(Problem("model_unsupported", message, USE_BASE))
     channels = stored.side("img_in.weight", 1)
     if channels > FIRST_OF_FLUX and channels % FIRST_OF_FLUX == 0:
         message = f"{found.file} is a Fill or Control model: {channels} input channels in place of {FIRST_OF_FLUX}."
-        raise UsageError(Problem(message, "Use FLUX.1 dev or schnell."))
+        raise UsageError(Problem("model_unsupported", message, "Use FLUX.1 dev or schnell."))
     variant = "dev" if "guidance_in.in_layer.weight" in stored.shapes else "schnell"
     if variant == "dev" and KONTEXT in found.file.name.lower():  # as in the published file's name
         variant = KONTEXT
@@ -281,7 +291,9 @@ def _flux2(found: SingleFile) -> SingleFile:
     stored, name = found.denoiser, found.file.name.lower()
     if "guidance_in.in_layer.weight" in stored.shapes:
         message = f"{found.file} is FLUX.2 dev, whose text encoder (Mistral Small 3.1) is not supported."
-        raise UsageError(Problem(message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights."))
+        raise UsageError(
+            Problem("model_unsupported", message, "Use FLUX.2 klein, base or distilled, of 4 or 9 billion weights.")
+        )
     variant = "base" if "base" in name else "distilled"  # as in the published files' names
     note = f"{found.file.name} is assumed to be distilled (4 steps, no guidance): FLUX.2 klein and its base have the same keys."
     return SingleFile(
@@ -320,7 +332,11 @@ def _qwen_image(found: SingleFile) -> SingleFile:
     }
     if what := next((what for what, is_so in others.items() if is_so), None):
         message = f"{found.file} {what} by its keys, and such single files are not read."
-        raise UsageError(Problem(message, "Use Qwen-Image, Qwen-Image 2512, or Qwen-Image-Edit (2509, 2511)."))
+        raise UsageError(
+            Problem(
+                "single_file_unsupported", message, "Use Qwen-Image, Qwen-Image 2512, or Qwen-Image-Edit (2509, 2511)."
+            )
+        )
     if ZERO_FOR_CONTROLS in stored.shapes:
         return SingleFile(found.file, "qwen_image", stored, found.header, variant="edit-2511")
     edits, dated = "edit" in name, next((date for date in ("2509", "2511") if date in name), "")

@@ -137,13 +137,13 @@ def by_layout(stored: Stored, layout: Layout, known: Iterable[str] = ()) -> dict
 def refuse_not_read(stored: Stored) -> None:
     """Raise UsageError for tensors of a quantized form that is not read."""
     if how := stored.not_read:
-        raise UsageError(Problem(f"{stored.file} is quantized ({how}).", UNQUANTISED))
+        raise UsageError(Problem("model_is_quantized", f"{stored.file} is quantized ({how}).", UNQUANTISED))
 
 
 def refuse_sides(stored: Stored, name: str) -> NoReturn:
     """Raise UsageError for a tensor that is not there, or no known model's."""
     message = f"{stored.file} lacks {stored.prefix}{name}, or it has other sides than that of a known model."
-    raise UsageError(Problem(message, "Copy or download the file again."))
+    raise UsageError(Problem("model_incomplete", message, "Copy or download the file again."))
 
 
 def refuse_unknown(stored: Stored, names: Iterable[str]) -> None:
@@ -151,7 +151,9 @@ def refuse_unknown(stored: Stored, names: Iterable[str]) -> None:
     first = sorted(names)
     shown = ", ".join(f"{stored.prefix}{name}"[:80] for name in first[:SHOWN])
     message = f"{stored.file} holds {len(first)} tensors that no known model has: {shown}."
-    raise UsageError(Problem(message, "Use the plain model, or its folder in diffusers' layout."))
+    raise UsageError(
+        Problem("model_has_extra_tensors", message, "Use the plain model, or its folder in diffusers' layout.")
+    )
 
 
 def _shape_of(name: str) -> str:

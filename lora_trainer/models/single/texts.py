@@ -311,7 +311,13 @@ def _eyes_config(stored: Stored, begin: str) -> dict[str, Any]:
     """The half of Qwen2.5-VL that sees images. Raises UsageError where the file lacks it."""
     if f"{begin}{PATCHES}" not in stored.shapes:
         message = f"{stored.file} holds Qwen2.5-VL without the half that sees images, which an edit model needs."
-        raise UsageError(Problem(message, "Name ComfyUI's qwen_2.5_vl_7b file, or the text encoder of an edit model."))
+        raise UsageError(
+            Problem(
+                "text_encoder_incomplete",
+                message,
+                "Name ComfyUI's qwen_2.5_vl_7b file, or the text encoder of an edit model.",
+            )
+        )
     width = stored.side(f"{begin}{PATCHES}", 0)
     return {
         "model_type": "qwen2_5_vl",

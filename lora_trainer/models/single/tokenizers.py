@@ -88,7 +88,7 @@ def copy_tokenizer(kind: str, source: Path | None, target: Path) -> None:
             encoder, known = ORIGINS[kind]
             message = f"{encoder} lacks its tokenizer, which model files do not contain."
             fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; {known}."
-            raise UsageError(Problem(message, fix))
+            raise UsageError(Problem("tokenizer_missing", message, fix))
     if source is not None:
         copy_small(source, target)
         return

@@ -99,7 +99,7 @@ def _refuse_uneven(stored: Stored, down: list[list[int]], up: list[list[int]]) -
     even = [[depth] * layers for depth in depths], [[depth] * (layers + 1) for depth in reversed(depths)]
     if (falling, rising) != even or deepest != (depths[-1] or max(1, deepest)):
         message = f"{stored.file} is a U-Net with removed blocks, as in SSD-1B or Vega, which cannot be trained."
-        raise UsageError(Problem(message, "Use the base model that it was made from."))
+        raise UsageError(Problem("model_unsupported", message, "Use the base model that it was made from."))
 
 
 def _config(stored: Stored, family: str, down: list[list[int]], up: list[list[int]]) -> dict[str, Any]:

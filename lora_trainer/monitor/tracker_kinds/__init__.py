@@ -36,6 +36,7 @@ def missing_libraries(names: Sequence[str]) -> list[Problem]:
     kinds = {name: TRACKERS[name] for name in names}
     return [
         Problem(
+            "library_missing",
             f"run.trackers: {name} is not installed.",
             f"pip install '{kind.requirement}', or leave {name} out of run.trackers.",
         )

@@ -30,7 +30,9 @@ def find_encoder(
     if hub is None:
         found = EncoderFolder(local_path(named), named)
     elif hub.file is not None:
-        raise UsageError(Problem(f"{SETTING}: {named} is one file.", f"Set it to the whole model: {hub.name}."))
+        raise UsageError(
+            Problem("encoder_missing", f"{SETTING}: {named} is one file.", f"Set it to the whole model: {hub.name}.")
+        )
     else:
         from lora_trainer.run.bases.hub import find_snapshot
 

@@ -88,7 +88,7 @@ def find_base(
     for name, value in of_files.items():
         if value is not None and not base.folder.is_file():
             message = f"{name} is {value}, but {base.named} is a folder with a scheduler of its own."
-            raise UsageError(Problem(message, f"Remove {name}."))
+            raise UsageError(Problem("setting_not_for_folder", message, f"Remove {name}."))
     places = dict(base.places)
     checkpoint = None
     with known_as(places):
@@ -136,7 +136,7 @@ def refuse_without_gguf(files: Iterable[Path]) -> None:
         )
         if packed:
             message = f"{file} holds {packed[0]}, which the package gguf dequantizes; it is not installed."
-            raise UsageError(Problem(message, "pip install 'lora-trainer[gguf]'"))
+            raise UsageError(Problem("library_missing", message, "pip install 'lora-trainer[gguf]'"))
 
 
 def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, say: Callable[[str], None]) -> Base:
@@ -151,15 +151,21 @@ def _named(model: ModelSection, *, offline: bool, weights: bool, origin: str, sa
         places = {str(found.folder): hub.name} | ({str(folder): str(hub)} if hub.file else {})
         return Base(folder, str(hub), found.commit, found.whole, places=places)
     if not model.path.strip():
-        raise UsageError(Problem(f"{origin} is empty.", "Set a model, or remove it to use the built-in one."))
+        raise UsageError(
+            Problem("setting_empty", f"{origin} is empty.", "Set a model, or remove it to use the built-in one.")
+        )
     path = local_path(model.path)
     if path.name in (INDEX, MODULAR_INDEX) and path.is_file():
-        raise UsageError(Problem(f"{path} is the index of a model.", f"Use its folder: {path.parent}."))
+        raise UsageError(
+            Problem("model_is_index", f"{path} is the index of a model.", f"Use its folder: {path.parent}.")
+        )
     if not path.exists():
         raise UsageError(_no_model(model.path, origin))
     if model.revision is not None:
         message = f"model.revision is {model.revision!r}, but {model.path} is on this disk, not on a hub."
-        raise UsageError(Problem(message, "Remove model.revision, or set the model as owner/name."))
+        raise UsageError(
+            Problem("revision_of_local_model", message, "Remove model.revision, or set the model as owner/name.")
+        )
     if path.is_dir() and not index_path(path).exists():
         raise UsageError(_no_base(path, origin))
     return Base(path, path.name)
@@ -187,17 +193,27 @@ def _no_base(folder: Path, origin: str) -> Problem:
     files = sorted(path.name for path in folder.iterdir())
     checkpoints = [name for name in files if name.endswith((".safetensors", ".gguf"))]
     if "adapter_config.json" in files or "pytorch_lora_weights.safetensors" in files:
-        return Problem(f"{folder} holds a LoRA, not a model to train on.", f"Set {origin} to the LoRA's base model.")
+        return Problem(
+            "model_is_lora",
+            f"{folder} holds a LoRA, not a model to train on.",
+            f"Set {origin} to the LoRA's base model.",
+        )
     if "config.json" in files:
         message = f"{folder} is one part of a model: it has config.json and no model_index.json."
         whole = folder.absolute().parent
-        return Problem(message, f"Use the whole model: {whole}." if index_path(whole).is_file() else EXPECTED)
+        return Problem(
+            "one_part_of_model", message, f"Use the whole model: {whole}." if index_path(whole).is_file() else EXPECTED
+        )
     if checkpoints:
         named = ", ".join(str(folder / name) for name in checkpoints[:5])
-        return Problem(f"{folder} holds single checkpoints and no model_index.json.", f"Use one of its files: {named}.")
+        return Problem(
+            "model_is_checkpoints",
+            f"{folder} holds single checkpoints and no model_index.json.",
+            f"Use one of its files: {named}.",
+        )
     what = "is empty" if not files else "holds no model_index.json"
     inside = [path.parent for path in folder.glob("*/*model_index.json")]
-    return Problem(f"{folder} {what}.", f"Did you mean {inside[0]}?" if len(inside) == 1 else EXPECTED)
+    return Problem("model_missing", f"{folder} {what}.", f"Did you mean {inside[0]}?" if len(inside) == 1 else EXPECTED)
 
 
 def _no_model(text: str, origin: str) -> Problem:
@@ -206,12 +222,16 @@ def _no_model(text: str, origin: str) -> Problem:
         return page
     path, parts = local_path(text), text.split("/")
     if path.is_symlink():
-        return Problem(f"{text} is a link to {path.readlink()}, which does not exist.", f"Check {origin}.")
+        return Problem(
+            "link_broken", f"{text} is a link to {path.readlink()}, which does not exist.", f"Check {origin}."
+        )
     if (hub := as_hub_part(text)) is not None and hub.revision:
-        return Problem(f"There is no model at {text}.", f"Write it as {hub}, with model.revision={hub.revision}.")
+        return Problem(
+            "model_missing", f"There is no model at {text}.", f"Write it as {hub}, with model.revision={hub.revision}."
+        )
     if len(parts) == 2 and Path(parts[0]).is_dir():
         message = f"There is no model at {text}; the folder {parts[0]} exists, so this is not an id of a hub."
-        return Problem(message, f"Check {origin}.")
+        return Problem("model_missing", message, f"Check {origin}.")
     where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
     fix = f"Check {origin}. A base model is a folder, a .safetensors or .gguf file, or owner/name of a hub."
-    return Problem(f"There is no model at {text}{where}.", fix)
+    return Problem("model_missing", f"There is no model at {text}{where}.", fix)

@@ -71,9 +71,19 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
     # A revision or a file could lead elsewhere.
     if model.revision is not None and (not REVISION.fullmatch(model.revision) or ".." in model.revision):
         message = f"model.revision = {model.revision!r} is no branch, tag or commit."
-        raise UsageError(Problem(message, "Leave it empty for the newest, or name a commit of 40 hexadecimal digits."))
+        raise UsageError(
+            Problem(
+                "revision_invalid", message, "Leave it empty for the newest, or name a commit of 40 hexadecimal digits."
+            )
+        )
     if model.file is not None and not is_plain(model.file):
-        raise UsageError(Problem(f"{model} names no file of a repository.", "Name it as owner/name/file.safetensors."))
+        raise UsageError(
+            Problem(
+                "model_name_invalid",
+                f"{model} names no file of a repository.",
+                "Name it as owner/name/file.safetensors.",
+            )
+        )
     found = cached(model)
     if found is not None:
         for whole in (True, False)[: 1 if weights else 2]:
@@ -137,7 +147,9 @@ def _index(folder: Path) -> dict[str, Any]:
     try:
         return read_json_object(index_path(folder), MOST_INDEX_BYTES)
     except TextError as error:
-        raise UsageError(Problem(f"{index_path(folder)} {error}.", "Delete that file; it is fetched again.")) from error
+        raise UsageError(
+            Problem("file_unreadable", f"{index_path(folder)} {error}.", "Delete that file; it is fetched again.")
+        ) from error
 
 
 def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> Snapshot:
@@ -195,7 +207,7 @@ def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int
         message = (
             f"{model} needs {size_words(needed)}, and the disk of {_storage(model).parent} has {size_words(free)} free."
         )
-        raise UsageError(Problem(message, "Free some space, or set HF_HOME to a folder on another disk."))
+        raise UsageError(Problem("disk_full", message, "Free some space, or set HF_HOME to a folder on another disk."))
     if left:
         say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {counted(len(left), 'file')}")
     for name, size in left.items():
@@ -212,9 +224,13 @@ def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
         commit, files = info.sha, info.siblings or []
         sizes = {str(file.rfilename): int(file.size or 0) for file in files}
     except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise UsageError(Problem(f"The hub's answer about {model} cannot be read.", "Check HF_ENDPOINT.")) from error
+        raise UsageError(
+            Problem("hub_answer_invalid", f"The hub's answer about {model} cannot be read.", "Check HF_ENDPOINT.")
+        ) from error
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or any(size < 0 for size in sizes.values()):
-        raise UsageError(Problem(f"The hub's answer about {model} names no commit.", "Check HF_ENDPOINT."))
+        raise UsageError(
+            Problem("hub_answer_invalid", f"The hub's answer about {model} names no commit.", "Check HF_ENDPOINT.")
+        )
     return commit, sizes
 
 
@@ -242,7 +258,7 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
         reason = (error.strerror or str(error)).lower()
     if reason:
         message = f"{model} must be downloaded, and the cache {blobs.parent.parent} cannot be written to ({reason})."
-        raise UsageError(Problem(message, "Set HF_HOME to a folder that can be written to."))
+        raise UsageError(Problem("cache_not_writable", message, "Set HF_HOME to a folder that can be written to."))
     with FileLock(locks / f"{part.name}.lock"):
         if not (blobs / etag).exists():
             with open(part, "ab") as file:
@@ -255,7 +271,9 @@ def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None
             if SHA256.fullmatch(etag) and remembered_sha256(part) != etag:
                 part.unlink()
                 message = f"{name} of {model} came with other bytes than the hub says (its sha256 differs)."
-                raise UsageError(Problem(message, "Run the same command again: the file is fetched anew."))
+                raise UsageError(
+                    Problem("download_damaged", message, "Run the same command again: the file is fetched anew.")
+                )
             os.replace(part, blobs / etag)
     hf_hub_download(model.name, name, revision=commit, etag_timeout=WAIT)
 
@@ -269,7 +287,7 @@ def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, 
     about = get_hf_file_metadata(url, timeout=WAIT)
     if not ETAG.fullmatch(about.etag or "") or about.commit_hash != commit or about.size != size:
         message = f"The hub says of {model}, {name}: {about.size} bytes at {str(about.commit_hash)[:12]}, in place of {size} at {commit[:12]}."
-        raise UsageError(Problem(message, "Try again later; check HF_ENDPOINT."))
+        raise UsageError(Problem("hub_changed", message, "Try again later; check HF_ENDPOINT."))
     return about, build_hf_headers(token=None if urlsplit(about.location).netloc == urlsplit(url).netloc else False)
 
 
@@ -307,5 +325,5 @@ def _small(model: HubModel, name: str, sizes: Mapping[str, int]) -> int:
         message = (
             f"{name} of {model} has {size_words(sizes[name])}; a config has at most {size_words(MOST_SMALL_BYTES)}."
         )
-        raise UsageError(Problem(message, "Choose another model."))
+        raise UsageError(Problem("model_config_too_large", message, "Choose another model."))
     return sizes[name]

@@ -64,12 +64,14 @@ def read_range(url: str, headers: Mapping[str, str], begin: int, end: int) -> by
         skipped = 0 if ranged else begin
         if skipped > MOST_SKIPPED:
             message = "The server of the hub sends files from their beginning only."
-            raise UsageError(Problem(message, "Fetch the file first, with `hf download` or by training."))
+            raise UsageError(
+                Problem("hub_without_ranges", message, "Fetch the file first, with `hf download` or by training.")
+            )
         for chunk in answer.iter_raw():
             found += chunk
             if len(found) >= skipped + end - begin:  # the rest of the file stays there
                 break
     if len(found) < skipped + end - begin:
         message = f"The hub's answer ended after {len(found)} bytes, where {skipped + end - begin} were asked for."
-        raise UsageError(Problem(message, "Run the same command again."))
+        raise UsageError(Problem("download_cut_off", message, "Run the same command again."))
     return bytes(found[skipped : skipped + end - begin])

@@ -21,6 +21,7 @@ def not_here(model: HubModel, cache: Path, lacks: Collection[str]) -> Problem:
     if lacks:
         what = f"{model} is not whole in the Hugging Face cache: {', '.join(lacks)}"
     return Problem(
+        "offline",
         f"{what}, and offline nothing is fetched.",
         "Run once without --offline (and without HF_HUB_OFFLINE), or name a folder of the model.",
     )
@@ -28,40 +29,50 @@ def not_here(model: HubModel, cache: Path, lacks: Collection[str]) -> Problem:
 
 def no_such_file(model: HubModel, sizes: Collection[str]) -> Problem:
     there = ", ".join(single_checkpoints(sizes)[:5]) or "none"
-    return Problem(f"{model.name} has no file {model.file}.", f"Its .safetensors files: {there}.")
+    return Problem("hub_file_missing", f"{model.name} has no file {model.file}.", f"Its .safetensors files: {there}.")
 
 
 def no_pipeline(model: HubModel, sizes: Collection[str]) -> Problem:
     """Of a repository that is no diffusers folder: what it is instead, and how to name it."""
     single = single_checkpoints(sizes)
     if "adapter_config.json" in sizes or any("lora" in name.lower() for name in single):
-        return Problem(f"{model} holds a LoRA, not a model to train on.", "Name the base that it was trained on.")
+        return Problem(
+            "model_is_lora", f"{model} holds a LoRA, not a model to train on.", "Name the base that it was trained on."
+        )
     if "config.json" in sizes and any(name.startswith("diffusion_pytorch_model") for name in sizes):
         message = f"{model} is one part of a model: it has config.json and no {INDEX}."
-        return Problem(message, "Name a whole model; a VAE is named with model.vae beside it.")
+        return Problem("one_part_of_model", message, "Name a whole model; a VAE is named with model.vae beside it.")
     if single:
         named = ", ".join(f"{model.name}/{name}" for name in single[:5])
-        return Problem(f"{model} holds single checkpoints and no {INDEX}.", f"Name one of its files: {named}.")
+        return Problem(
+            "model_is_checkpoints",
+            f"{model} holds single checkpoints and no {INDEX}.",
+            f"Name one of its files: {named}.",
+        )
     pickles = sorted(name for name in sizes if name.endswith(PICKLES))
     what = f"only {pickles[0][:80]}, a pickle" if pickles else f"no {INDEX}"
-    return Problem(f"{model} holds {what}.", "Only models in .safetensors are loaded; look for another repository.")
+    return Problem(
+        "model_missing",
+        f"{model} holds {what}.",
+        "Only models in .safetensors are loaded; look for another repository.",
+    )
 
 
 def no_parts(model: HubModel, names: Collection[str]) -> Problem:
     """Of a repository that has none of the parts that are wanted."""
     if model.parts == (ENCODER,):
         message = f"{model.origin}: {model} holds no image encoder: config.json is missing."
-        return Problem(message, "Name one such as facebook/dinov2-base, or leave it empty.")
+        return Problem("encoder_missing", message, "Name one such as facebook/dinov2-base, or leave it empty.")
     wanted = ", ".join(f"{part}/" for part in model.parts)
     single = single_checkpoints(names)
     named = ", ".join(f"{model.name}/{name}" for name in single[:5])
     fix = f"Name one of its files: {named}." if single else "Look for another repository."
-    return Problem(f"{model.origin}: {model} holds no {wanted}.", fix)
+    return Problem("hub_file_missing", f"{model.origin}: {model} holds no {wanted}.", fix)
 
 
 def incomplete(model: HubModel, chosen: HubFiles) -> list[Problem]:
     fix = "Only whole models in .safetensors are loaded; look for another repository or revision."
-    return [Problem(f"{model}: {what}.", fix) for what in chosen.lacking]
+    return [Problem("model_missing", f"{model}: {what}.", fix) for what in chosen.lacking]
 
 
 @contextmanager
@@ -75,32 +86,42 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         fix = f"Agree to its terms on {page}, then `hf auth login` or set HF_TOKEN."
-        raise UsageError(Problem(f"{model} is gated: the hub asks for a licence to be agreed to.", fix)) from error
+        raise UsageError(
+            Problem("hub_gated", f"{model} is gated: the hub asks for a licence to be agreed to.", fix)
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise UsageError(
-            Problem(f"{model} has no revision {model.asked}.", f"See {page}; check the revision.")
+            Problem(
+                "hub_revision_missing", f"{model} has no revision {model.asked}.", f"See {page}; check the revision."
+            )
         ) from error
     except errors.RepositoryNotFoundError as error:
         message = f"{model.name} is neither a folder here nor a model of the hub that this user may see."
         fix = f"Check {model.origin}: a folder is written ./{model.name}; a private model needs `hf auth login` or HF_TOKEN."
-        raise UsageError(Problem(message, fix)) from error
+        raise UsageError(Problem("hub_model_missing", message, fix)) from error
     except errors.HfHubHTTPError as error:
         code = error.response.status_code
         if code in (401, 403):
             message = f"The hub refuses {model} to this user (error {code})."
-            raise UsageError(Problem(message, "Log in with `hf auth login`, or check HF_TOKEN.")) from error
+            raise UsageError(
+                Problem("hub_refused", message, "Log in with `hf auth login`, or check HF_TOKEN.")
+            ) from error
         raise UsageError(
-            Problem(f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
+            Problem("hub_error", f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
         ) from error
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         message = f"The hub cannot be reached for {model}: {first_line(error)}."
         raise UsageError(
-            Problem(message, f"Check the network and HF_ENDPOINT; a folder is written ./{model}. {TRY_AGAIN}")
+            Problem(
+                "hub_unreachable",
+                message,
+                f"Check the network and HF_ENDPOINT; a folder is written ./{model}. {TRY_AGAIN}",
+            )
         ) from error
     except OSError as error:
         reason = "the disk is full" if error.errno in FULL else first_line(error)
-        raise UsageError(Problem(f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
+        raise UsageError(Problem("download_failed", f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
     except (errors.HFValidationError, errors.FileMetadataError, ValueError) as error:
         raise UsageError(
-            Problem(f"{model} could not be fetched: {first_line(error)}.", f"Check {model.origin}.")
+            Problem("download_failed", f"{model} could not be fetched: {first_line(error)}.", f"Check {model.origin}.")
         ) from error

@@ -75,4 +75,4 @@ def page_of_the_web(text: str, origin: str) -> Problem | None:
     web = WEB.match(text)
     named = "/".join(filter(None, (web["id"], web["file"]))) if web else ""
     fix = f"Name the model as {named}." if web else f"Download the file, and name it as {origin}."
-    return Problem(f"{text} is a page of the web.", fix)
+    return Problem("model_name_invalid", f"{text} is a page of the web.", fix)

@@ -97,7 +97,7 @@ def refuse_missing(base: Path, replaced: Collection[str]) -> None:
     """Raise one UsageError for all parts that a folder's index names, and that are neither there nor `replaced`."""
     wanted = set(parts_of(read_index(base))) - set(replaced)
     if lacking := choose_parts(files_in(base), wanted, weights=False).lacking:
-        raise UsageError([Problem(f"{base / what}.", EXPECTED) for what in lacking])
+        raise UsageError([Problem("model_part_invalid", f"{base / what}.", EXPECTED) for what in lacking])
 
 
 def _find(
@@ -110,7 +110,11 @@ def _find(
     if hub is None:
         return _Found(local_path(named))
     if not parts:
-        raise UsageError(Problem(f"{origin}: {named} is not needed: the model has its own.", f"Remove {origin}."))
+        raise UsageError(
+            Problem(
+                "model_part_not_needed", f"{origin}: {named} is not needed: the model has its own.", f"Remove {origin}."
+            )
+        )
     from lora_trainer.run.bases.hub import find_snapshot
 
     found = find_snapshot(hub, weights=weights, without_t5=False, offline=offline, say=say)

@@ -30,6 +30,7 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
     except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
+                "checkpoint_not_written",
                 f"The best weights of step {step} could not be written ({error}).",
                 f"{resume_hint(folder)} {what_helps(error)}.",
             )

@@ -119,6 +119,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
+                "checkpoint_not_written",
                 f"The checkpoint of step {checkpoint.state.step} could not be written ({error}).",
                 f"{resume_hint(folder)} {what_helps(error)}.",
             )
@@ -255,7 +256,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     sound = sealed_text(document) == raw
     if document["version"] > VERSION and (sound or seal is None):
         message = f"{folder} is a checkpoint of version {document['version']}, and this program reads up to {VERSION}."
-        raise NewerVersion(Problem(message, "Continue with the newer program that wrote it, or choose another --name."))
+        raise NewerVersion(
+            Problem(
+                "checkpoint_too_new",
+                message,
+                "Continue with the newer program that wrote it, or choose another --name.",
+            )
+        )
     if document["version"] < 3 and seal is None:
         averages = (AVERAGE,) if document.get("average") else ()
         return document | {"files": dict.fromkeys((ADAPTER, OPTIMIZER, *averages))}
@@ -291,7 +298,9 @@ def read_parts(folder: Path, name: str) -> Checkpoint:
             average=parts.get(AVERAGE),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(Problem(f"{folder} is damaged ({reason(error)}).", "Delete it; an older one is used.")) from error
+        raise Damaged(
+            Problem("checkpoint_damaged", f"{folder} is damaged ({reason(error)}).", "Delete it; an older one is used.")
+        ) from error
 
 
 def reason(error: BaseException | None) -> str:

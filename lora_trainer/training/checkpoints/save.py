@@ -170,7 +170,7 @@ def copy_out(run: Run, what: str, source: Path, copy: Callable[[], None], size: 
         except (OSError, DamagedFile) as error:
             message = f"{what[:1].upper()}{what[1:]} could not be copied from {source.parent} ({error})."
             fix = f"{resume_hint(run.checkpoints)} It stays in {source.parent}, where --resume finds it."
-            raise TrainingFailed(Problem(message, fix)) from error
+            raise TrainingFailed(Problem("checkpoint_not_written", message, fix)) from error
 
     write_with_retry(what, run.folder, attempt, size)
 

@@ -106,7 +106,7 @@ def test_buffers_are_reused_but_never_those_of_queued_snapshots() -> None:
 
 
 def refuse() -> None:
-    raise TrainingFailed(Problem("The disk refuses."))
+    raise TrainingFailed(Problem("planted", "The disk refuses."))
 
 
 def test_a_write_error_is_raised_in_the_loop_once() -> None:
@@ -196,7 +196,7 @@ def test_a_full_disk_ends_the_run_by_the_next_step(place: TinyPlace) -> None:
         return run.feed.samples_in(step)
 
     def full(*_: object) -> None:
-        raise TrainingFailed(Problem("The disk is full."))
+        raise TrainingFailed(Problem("planted", "The disk is full."))
 
     with patched(saving, "save_checkpoint", full), pytest.raises(TrainingFailed, match="full"):
         place.train(replace(run, feed=replace(run.feed, samples_in=samples_in)))
