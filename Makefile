@@ -8,7 +8,7 @@ help:
 	@echo "make setup-gpu  the same, with xformers and NVML for NVIDIA GPUs"
 	@echo "make demo       train the built-in example: check, train, score, images; fails if a gate refuses it"
 	@echo "make test       run the tests"
-	@echo "make check      lint, format, types, imports"
+	@echo "make check      lint, format, types, imports, pages of the docs that come from code"
 	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
 	@echo "make faults     run the long fault suite and print its table (an hour on two cores)"
 	@echo "make test-slurm   run a batch on a SLURM cluster of one node; SLURM_PACKAGES=DIR: from Debian packages kept there"
@@ -37,10 +37,12 @@ check: setup
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
 	@.venv/bin/lint-imports
+	@$(PYTHON) scripts/write_docs.py --check
 
 format: setup
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
+	@$(PYTHON) scripts/write_docs.py
 
 slow: setup
 	@$(PYTHON) -m pytest -q -m slow --ignore tests/faults --ignore tests/page --ignore tests/slurm --ignore tests/ray -n logical --maxprocesses 8 --dist worksteal

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from lora_trainer.config.schema import Config
-from lora_trainer.dataset_check import DataReport
-from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.monitor.progress import Watch
 from lora_trainer.run.order import plain_console
-from lora_trainer.run.plans.plan import Plan
 from lora_trainer.run.score_lora import score_lora
-from lora_trainer.run.train import RunResult
 from lora_trainer.run.trainer import ProductionTrainer, Source
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.dataset_check import DataReport
+    from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.monitor.progress import Watch
+    from lora_trainer.run.plans.plan import Plan
+    from lora_trainer.run.train import RunResult
 
 
 class Options(TypedDict, total=False):

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -29,7 +30,9 @@ from lora_trainer.data.images import workers
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.sample import Sample
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
 
 FOLDER = 5000  # images in one folder
 

@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -54,8 +54,10 @@ from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
 from lora_trainer.training.loop import train
-from lora_trainer.training.run import Run
 from lora_trainer.training.torch_settings import set_hardware
+
+if TYPE_CHECKING:
+    from lora_trainer.training.run import Run
 
 CPU = torch.device("cpu")
 SEEDS = (42, 7, 1234)

@@ -25,10 +25,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -38,6 +37,9 @@ from builtin_base.judge import fixed_prompts, judge, sample
 from builtin_base.reference import compare, subject_prompts
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main as lora_trainer
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SUBJECT, DATA = "zobo", BASE_FOLDER.parent / "zobo"
 STEPS_AND_GUIDANCE, OF_THE_BASE = (4, 0.0), (20, 3.0)

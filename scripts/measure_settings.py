@@ -23,15 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from builtin_base.drawing import TEMPLATES, random_scene
 from builtin_base.judge import fixed_prompts, judge, sample
 from builtin_base.reference import compare, subject_prompts
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "lora_trainer" / "builtin" / "base"

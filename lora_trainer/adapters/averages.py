@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.adapters.masters import Adapter
-from lora_trainer.config.schema import Config, TrainSection
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import first_swa_step
+
+if TYPE_CHECKING:
+    from lora_trainer.adapters.masters import Adapter
+    from lora_trainer.config.schema import Config, TrainSection
 
 Shown = Callable[[], Mapping[str, Tensor]]
 LARGEST_SHARE = 0.2  # of the steps so far

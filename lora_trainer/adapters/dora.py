@@ -7,7 +7,7 @@ dequantized weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft.tuners.lora.layer import Conv2d, Linear
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from lora_trainer.adapters import lora
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
-from lora_trainer.adapters.timestep_rank import TimestepRank
-from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import TINY, DecomposedUpdate, to_lora
 from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name
 from lora_trainer.models.quantization.store import wide_weight
+
+if TYPE_CHECKING:
+    from lora_trainer.adapters.timestep_rank import TimestepRank
+    from lora_trainer.core.errors import Problem
 
 MAGNITUDE = "lora_magnitude_vector"  # peft's name
 

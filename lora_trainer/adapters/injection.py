@@ -11,7 +11,6 @@ from peft import PeftConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
 from lora_trainer.export.updates import to_lora
@@ -19,6 +18,8 @@ from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 if TYPE_CHECKING:
     from peft import LoHaConfig, LoKrConfig
+
+    from lora_trainer.adapters.base import AdapterOptions
 
 ADAPTER = "default"  # peft's name of the only adapter
 

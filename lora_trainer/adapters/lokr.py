@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import LoKrConfig
@@ -23,10 +23,12 @@ from lora_trainer.adapters.injection import (
     trained,
     unlike,
 )
-from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import KroneckerUpdate
 from lora_trainer.export.weights import LayerUpdate, module_name
+
+if TYPE_CHECKING:
+    from lora_trainer.core.errors import Problem
 
 
 def inject_lokr(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, inject, patterns, put, too_high
-from lora_trainer.adapters.timestep_rank import TimestepRank
-from lora_trainer.core.errors import Problem
 from lora_trainer.export.lora_file import lora_forms
 from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
 from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
+
+if TYPE_CHECKING:
+    from lora_trainer.adapters.timestep_rank import TimestepRank
+    from lora_trainer.core.errors import Problem
 
 INITIAL_DOWN, INITIAL_UP = "initial_down", "initial_up"  # buffers, and the ends of their names in checkpoints
 OVERSAMPLED = 8  # columns of a randomized SVD beyond the rank

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lora_trainer.core.errors import Problem, UsageError, nearest
-from lora_trainer.models.family import DenoiserSpec
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import DenoiserSpec
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:

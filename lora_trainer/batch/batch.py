@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from lora_trainer.batch.changes import is_open, named_jobs
 from lora_trainer.batch.executors import ExecutorOptions, executor
@@ -32,7 +31,6 @@ from lora_trainer.batch.stores import holds_batch, make_store, store_of
 from lora_trainer.batch.summary import FILE as SUMMARY
 from lora_trainer.batch.summary import job_failures, largest_code, write_summary
 from lora_trainer.batch.worker import SAFE, Adapt, work
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
@@ -47,6 +45,11 @@ from lora_trainer.run.inputs import read_model
 from lora_trainer.run.order import make_order
 from lora_trainer.run.settings import with_installed_libraries
 from lora_trainer.run.train import train
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.layers import Resolved
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from lora_trainer.batch.executors import executor
 from lora_trainer.batch.job_store import EXECUTOR, JobStore, QueuedJob
@@ -14,6 +13,9 @@ from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, nearest
 from lora_trainer.report.record import read_record
 from lora_trainer.run.lost_files import lost_loras
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOCAL = "local"
 

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config.schema import Config, SourceSection
 from lora_trainer.core.disk import refusal
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.data.caches.claims import Claims, in_use, oldest_user, wait_for
@@ -30,6 +29,9 @@ from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.sources.found import SourceReading
 from lora_trainer.data.sources.listing import list_folder
 from lora_trainer.data.sources.places import named_places
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config, SourceSection
 
 PIECE_BYTES = 32 * 2**20
 KEPT_SECONDS = 24 * 3600.0  # a copy that nobody uses

@@ -11,13 +11,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.memory_plan.estimate import LARGEST_SHARE, what_would_fit
 from lora_trainer.run.plans.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
 
 # The shares, in order: 0.05, 0.1, … and 1/2, 1/3, …, in the four digits that Ray counts.
 STEPS = tuple(sorted({jobs / 20 for jobs in range(1, 21)} | {10_000 // jobs / 10_000 for jobs in range(1, 21)}))

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from lora_trainer.batch.job_store import (
     CANCELLED,
@@ -45,7 +45,9 @@ from lora_trainer.core.disk import refusal, write_with_retry
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
 from lora_trainer.core.io import create_exclusively, finite, json_document, read_json, rename_over, write_json
 from lora_trainer.core.version import __version__
-from lora_trainer.monitor.progress import Progress
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.progress import Progress
 
 FOLDER, LIST, JOB = "jobs", ".batch", "job.json"
 VERSION = 1

@@ -17,14 +17,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
 from lora_trainer.core.disk import refusal
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNALED, TRAINING_FAILED
 from lora_trainer.core.hardware import this_machine
-from lora_trainer.monitor.progress import Progress
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.progress import Progress
 
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it

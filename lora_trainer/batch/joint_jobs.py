@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lora_trainer.batch.job_document import settings_of
-from lora_trainer.batch.job_store import JobStore, QueuedJob
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lora_trainer.batch.job_store import JobStore, QueuedJob
+    from lora_trainer.config.schema import Config
 
 OF_THE_BASE = ("model", "memory", "hardware", "compile")  # sections of the settings that these jobs must share
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from lora_trainer.batch.job_store import (
     CANCELLED,
@@ -31,7 +31,9 @@ from lora_trainer.batch.job_store import (
 )
 from lora_trainer.core.disk import refusal, write_with_retry
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
-from lora_trainer.monitor.progress import Progress
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.progress import Progress
 
 FILE = "batch.sqlite"
 BUSY_SECONDS = 30.0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.batch import job_files, queue
 from lora_trainer.batch.job_files import JobFiles
-from lora_trainer.batch.job_store import JobStore
 from lora_trainer.batch.queue import JobQueue
 from lora_trainer.core.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from lora_trainer.batch.job_store import JobStore
 
 
 def holds_batch(output: Path) -> bool:

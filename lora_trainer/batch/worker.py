@@ -23,9 +23,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused, UserError
 from lora_trainer.core.interrupt import remembering, signalled, stop_if_signalled, stoppable, stopping_on_signal
 from lora_trainer.core.io import append_text
-from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console
-from lora_trainer.monitor.progress import Progress, Watch
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import leave_as_found
@@ -33,6 +31,8 @@ from lora_trainer.run.order import make_order
 from lora_trainer.run.train import ended_by, train
 
 if TYPE_CHECKING:  # it loads torch
+    from lora_trainer.models.family import Family
+    from lora_trainer.monitor.progress import Progress, Watch
     from lora_trainer.training.run_group import Member
 
 Adapt = Callable[[Resolved, Console], Resolved]

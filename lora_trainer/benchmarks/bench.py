@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import mse_loss
@@ -49,11 +50,13 @@ from lora_trainer.benchmarks.usual import USUAL, add_usual_adapter, use_adapter,
 from lora_trainer.benchmarks.versus import ABOUT as VERSUS_ABOUT
 from lora_trainer.benchmarks.versus import VERSUS_COLUMNS, NotRun, VersusRow, quality_of, rows_versus
 from lora_trainer.core.errors import first_line, is_out_of_memory
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.run.plans.plan import gauge_of
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
 
 NOT_COMPILED = (
     "compile.enabled=auto depends on a run's steps: an architecture alone has none and is not compiled; "

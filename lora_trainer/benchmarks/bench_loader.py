@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -27,8 +28,6 @@ from lora_trainer.benchmarks.device import synchronize
 from lora_trainer.benchmarks.measures import STEPS, MeasureRow, Report, RequestedMeasure, row_of
 from lora_trainer.benchmarks.subject import ENDLESS, TINY_NEEDS_A_FAMILY, public_built
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
-from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket, ResizeCrop
 from lora_trainer.data.caches.store import Store, write_entries
@@ -37,7 +36,6 @@ from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture, Family
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs, trained_resolution
 from lora_trainer.run.order import Order
@@ -46,9 +44,14 @@ from lora_trainer.run.session import open_session, with_generated_images
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.loop import READ_AHEAD
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.step import StepContext, StepSettings, train_step
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Architecture, Family
+    from lora_trainer.training.micro_batch import MicroBatch
 
 ABOUT = {
     "resident": "steps on batches that lie ready: what training alone takes",

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import torch
 
 from lora_trainer.benchmarks.device import device_name
-from lora_trainer.benchmarks.measures import RequestedMeasure
 from lora_trainer.benchmarks.versus import LOSS_KEPT, NotRun, VersusRow, rows_versus
 from lora_trainer.config.resuming import CHANGES_TRAINING, FIXED
-from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import shown
 from lora_trainer.core.io import write_text
+
+if TYPE_CHECKING:
+    from lora_trainer.benchmarks.measures import RequestedMeasure
+    from lora_trainer.config.schema import Config
 
 QUICKER = 0.98  # of the time: less is not worth a setting
 ATTENTION_ON_A_GPU = ("sdpa", "flash", "efficient", "cudnn", "xformers", "flash2")

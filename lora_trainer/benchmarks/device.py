@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING
 
 import torch
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
 from lora_trainer.training.torch_settings import set_hardware
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 
 def device_measured(config: Config) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from lora_trainer.benchmarks.trials.memory import own_tensors, state_of
 from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.memory_plan.estimate import GIB
-from lora_trainer.training.step import StepContext
+
+if TYPE_CHECKING:
+    from lora_trainer.training.step import StepContext
 
 
 @dataclass

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from lora_trainer.benchmarks.split import Split
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt, stop_if_signalled
 from lora_trainer.data.loader import prefetch
@@ -21,11 +19,15 @@ from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training.loop import READ_AHEAD, read_steps, training_loop
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.recovery import Rollback
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from lora_trainer.benchmarks.split import Split
+    from lora_trainer.config.schema import Config
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.run import Run
 
 Way = Callable[[int], object]  # does the step of that number
 NEVER = 10**9  # steps

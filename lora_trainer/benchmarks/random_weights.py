@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from lora_trainer.core.launch import cpu_requested
 from lora_trainer.models.frozen import widen_kept
-from lora_trainer.models.quantization.store import Narrow
+
+if TYPE_CHECKING:
+    from lora_trainer.models.quantization.store import Narrow
 
 NUMBERS = 2**20 + 7  # no width of a model divides it
 

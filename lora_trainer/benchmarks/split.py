@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lora_trainer.training.step import StepContext
+if TYPE_CHECKING:
+    from lora_trainer.training.step import StepContext
 
 PARTS = ("data", "forward", "backward", "optimizer")
 END = "end"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from rich.console import Console
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from lora_trainer.benchmarks.measures import OWN, SMALL
 from lora_trainer.benchmarks.random_weights import with_random_weights as random_module
-from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.buckets import Bucket, ResizeCrop
@@ -32,7 +30,6 @@ from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import why_not
 from lora_trainer.models.family import Architecture, Caption, Family
 from lora_trainer.models.published import public_architecture
-from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.run.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import own_architecture, read_inputs, trained_resolution
@@ -45,10 +42,15 @@ from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
-from lora_trainer.training.run_group import Member
 from lora_trainer.training.state import OomFallback
-from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import set_hardware
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.quantization.store import Narrow
+    from lora_trainer.training.run_group import Member
+    from lora_trainer.training.step import StepContext
 
 Encoded = tuple[Tensor, Mapping[str, Tensor]]  # latents [B, C, h, w] and conditioning
 Encode = Callable[[int], list[Encoded]]  # reads and encodes the images and captions of a step

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from lora_trainer.benchmarks.device import synchronize
-from lora_trainer.benchmarks.own_loop import Way
-from lora_trainer.benchmarks.split import Split
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.benchmarks.own_loop import Way
+    from lora_trainer.benchmarks.split import Split
 
 T = TypeVar("T")
 WARM_UP = 5

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -22,8 +23,10 @@ from torch.nn.functional import mse_loss
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lora_trainer.adapters.injection import ADAPTER
-from lora_trainer.benchmarks.subject import BenchSubject, Encode
-from lora_trainer.training.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from lora_trainer.benchmarks.subject import BenchSubject, Encode
+    from lora_trainer.training.micro_batch import MicroBatch
 
 USUAL = "usual"
 AUTOCAST = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}

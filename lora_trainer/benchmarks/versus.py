@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,12 +27,14 @@ from lora_trainer.benchmarks.trials.specs import loss_difference
 from lora_trainer.benchmarks.trials.steps import FIRST, changed
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.config.layers import Resolved, flattened
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UserError, first_line, is_out_of_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.processes import join_processes
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 FIRST_STEPS = 2  # the first makes the optimizer's state
 SEEDS = 4  # whose losses are compared

@@ -9,18 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.benchmarks.baseline import Regressed, held_against, read_baseline
 from lora_trainer.benchmarks.measures import MEASURES, NOISE, SUBJECTS, Report, RequestedMeasure
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.cli.bench_checks import FLAGS, settings_of, wrong_arguments
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
 from lora_trainer.core.terminal import is_terminal
 from lora_trainer.run.settings import refuse_missing_attention
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
 
 EXAMPLES = (
     "examples:\n  lora-trainer bench step --preset 12gb --json\n  lora-trainer bench cache\n"

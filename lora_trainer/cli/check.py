@@ -6,22 +6,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError
 from lora_trainer.core.findings import Finding, printable, printable_lines
 from lora_trainer.core.io import json_document
-from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.places import named_places
-from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.dataset_check import DataReport
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
-from lora_trainer.models.family import ModelFacts
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.caption_agreement import measure_agreement
 from lora_trainer.run.inputs import (
@@ -33,6 +28,13 @@ from lora_trainer.run.inputs import (
     validation_split,
 )
 from lora_trainer.run.printed import show
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Manifest, Sample
+    from lora_trainer.data.steps import StepArithmetic
+    from lora_trainer.dataset_check import DataReport
+    from lora_trainer.models.family import ModelFacts
 
 COLORS = {"error": "red", "warning": "yellow", "note": "cyan"}
 MOST_NAMES = 12  # files listed under one finding

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.cli.arguments import add_offline_argument, add_settings_arguments, resolved_from, say
-from lora_trainer.core.errors import Problem
+
+if TYPE_CHECKING:
+    from lora_trainer.core.errors import Problem
 
 EXAMPLES = (
     "examples:\n  lora-trainer check ./images\n  lora-trainer check ./images --html page.html\n"

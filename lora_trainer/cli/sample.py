@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.cli.arguments import say
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.data.captions import TRIGGER
@@ -33,6 +32,7 @@ from lora_trainer.run.sampling import (
 if TYPE_CHECKING:
     import torch
 
+    from lora_trainer.config.schema import Config
     from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 
 MOST_IMAGES = 4096

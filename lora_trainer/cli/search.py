@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, layers_from, settled
-from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import DONE, Problem, UsageError, gathering, nearest
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Layer, Resolved
 
 EXAMPLES = """examples:
   lora-trainer search --preset 12gb --data ./images --trials 20 --max-steps 400

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.verdict import SCALES, VerdictPart
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 
 if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
     from lora_trainer.evaluation.lora_choice import LoraChoice
+    from lora_trainer.evaluation.lora_report import LoraReport
 
 
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:

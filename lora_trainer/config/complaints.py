@@ -5,15 +5,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
 from lora_trainer.config.toml import homes_of, section_types, shown
 from lora_trainer.core.errors import Problem, nearest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _WISHES = {
     "int_type": "a whole number",

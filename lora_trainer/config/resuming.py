@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lora_trainer.config.schema.types import OnResume
+from typing import TYPE_CHECKING
+
 from lora_trainer.config.toml import section_types
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema.types import OnResume
 
 
 def settings_that(on_resume: OnResume) -> tuple[str, ...]:

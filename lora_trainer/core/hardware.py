@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import math
 import os
 import platform
@@ -14,8 +15,12 @@ from collections.abc import Collection
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "torch",
@@ -117,6 +122,16 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys
             except (OSError, ValueError):  # no such group in this container's view, or "max"
                 continue
     return min((cpus for cpus in found if cpus > 0), default=None)  # -1: no quota, in version 1
+
+
+def free_memory(device: torch.device) -> None:
+    """Free memory that nothing refers to; pipelines have reference cycles. Imports torch for a GPU."""
+    gc.collect()
+    trim_heap()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def package_versions() -> dict[str, str]:

@@ -20,12 +20,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.randomness import position_turn, position_uniform
 from lora_trainer.data.prompt_weights import plain
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.wildcards import Pick, filled
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CaptionsSection
+    from lora_trainer.data.sample import Sample
 
 TRIGGER = "[trigger]"
 OPENING, CLOSING = "([", ")]"

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,14 +15,16 @@ from torch import Tensor
 from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.interrupt import abort_if_late
-from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.caches.store import Store
 from lora_trainer.data.captions import drops_caption, variant_taken
-from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.prompt_weights import WeightedText, spoken
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View, turn_of
+
+if TYPE_CHECKING:
+    from lora_trainer.data.buckets import Bucket
+    from lora_trainer.data.caches.store import Store
+    from lora_trainer.data.fresh import Fresh
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.steps import Ref
 
 Item = TypeVar("Item")
 

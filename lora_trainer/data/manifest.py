@@ -15,15 +15,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.data.images.images import BrokenImageError
-from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.remote import RemoteError, fix_of
 from lora_trainer.data.images.scan import read_headers
-from lora_trainer.data.images.workers import Progress
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
 from lora_trainer.data.sources.controls import find_swapped, judged_controls
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
@@ -31,6 +30,10 @@ from lora_trainer.data.sources.masks import judged_alpha, judged_mask
 from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
 from lora_trainer.data.sources.texts import hidden_characters, tidy
+
+if TYPE_CHECKING:
+    from lora_trainer.data.images.jobs import Facts
+    from lora_trainer.data.images.workers import Progress
 
 FEWEST_TAGS, WORDS_OF_TAG = 4, 3  # a longer list of such short texts is hardly one of captions
 MOST_WEIGHT_SHOWN = 40  # letters

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.errors import known_as
-from lora_trainer.core.findings import Finding
 from lora_trainer.data.images.remote import is_url
-from lora_trainer.data.sample import Manifest
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import SourceSection
+    from lora_trainer.core.findings import Finding
+    from lora_trainer.data.sample import Manifest
 
 _folder: ContextVar[Path | None] = ContextVar("folder of copied data", default=None)
 

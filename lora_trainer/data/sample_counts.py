@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import atomic_path
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref, StepPlan
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
 
 FILE = "sample_counts.csv"
 NEVER_TRAINED = "images_never_trained"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from lora_trainer.data.sample import Sample
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
 
 USUAL_SHARE = 0.1
 LEAST_VALIDATION_IMAGES = 12  # by default, where any are kept: fewer have too wide an interval to decide by

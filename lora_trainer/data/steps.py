@@ -14,13 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lora_trainer.core.findings import counted
 from lora_trainer.core.randomness import position_keys
-from lora_trainer.data.sample import Sample
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lora_trainer.data.sample import Sample
 
 
 @dataclass(frozen=True)

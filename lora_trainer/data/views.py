@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import DataSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError
@@ -27,8 +28,10 @@ from lora_trainer.data.buckets import (
     own_bucket,
     rank_buckets,
 )
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import Ref
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.steps import Ref
 
 # Up to so many combinations of crop, flip and color all are cached; of more, only so many that each occurs.
 MOST_COMBINED = 8

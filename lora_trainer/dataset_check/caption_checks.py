@@ -9,10 +9,10 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.data.captions import TRIGGER, canonical_text, has_trigger, lacks_trigger, rules_of
-from lora_trainer.data.sample import Sample
 from lora_trainer.dataset_check.caption_patterns import (
     CODES,
     LITERAL_SYNTAX,
@@ -22,8 +22,11 @@ from lora_trainer.dataset_check.caption_patterns import (
     CaptionPattern,
     left_behind,
 )
-from lora_trainer.dataset_check.context import CheckContext
 from lora_trainer.dataset_check.doubts import DOUBTFUL, MIXED_UP, NOT_KNOWN
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.dataset_check.context import CheckContext
 
 CAPTION_CODES = frozenset(
     {

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from lora_trainer.core.findings import Severity
+if TYPE_CHECKING:
+    from lora_trainer.core.findings import Severity
 
 MOST_LETTERS = 4000  # of a caption that are compared with the patterns
 FEWEST_REPEATS = 3  # of a sentence, or of a group of words

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import CaptionsSection
-from lora_trainer.core.findings import Finding
 from lora_trainer.data.alike import Alike, find_alike
-from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.measures import Seen
-from lora_trainer.data.images.workers import Progress
-from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.views import BucketPlan, Framing, plan_views
 from lora_trainer.dataset_check.caption_checks import check_captions
 from lora_trainer.dataset_check.context import Check, CheckContext
@@ -31,6 +27,13 @@ from lora_trainer.dataset_check.image_checks import (
 from lora_trainer.dataset_check.repeated import check_repeated
 from lora_trainer.dataset_check.score import by_file, has_error, score_of
 from lora_trainer.dataset_check.whole_set import check_count, check_variety, likeness_of
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CaptionsSection
+    from lora_trainer.core.findings import Finding
+    from lora_trainer.data.buckets import Bucket
+    from lora_trainer.data.images.workers import Progress
+    from lora_trainer.data.sample import Manifest, Sample
 
 HEADERS_ONLY = "only headers and captions were checked; check without --quick decodes the images, too."
 

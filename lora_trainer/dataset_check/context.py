@@ -6,14 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.findings import Finding, printable
-from lora_trainer.data.alike import Alike
-from lora_trainer.data.buckets import ResizeCrop
-from lora_trainer.data.images.measures import Seen
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.views import Framing
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CaptionsSection
+    from lora_trainer.data.alike import Alike
+    from lora_trainer.data.buckets import ResizeCrop
+    from lora_trainer.data.images.measures import Seen
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import Framing
 
 
 @dataclass(frozen=True)

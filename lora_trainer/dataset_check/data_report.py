@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted, printable
-from lora_trainer.data.buckets import Bucket
-from lora_trainer.data.images.measures import Borders
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.views import BucketPlan
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
+
+if TYPE_CHECKING:
+    from lora_trainer.data.buckets import Bucket
+    from lora_trainer.data.images.measures import Borders
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import BucketPlan
 
 
 @dataclass(frozen=True)

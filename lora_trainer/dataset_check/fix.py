@@ -15,21 +15,19 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import write_json
 from lora_trainer.data.images.remote import shown_place
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.manifest import request_source
-from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.layout import kohya_name
 from lora_trainer.data.sources.names import CLEAN_COPY_RECORD, MASK_LABEL, folded
 from lora_trainer.data.sources.places import common_root, place_from, places_of
-from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check.caption_checks import fix_garbled
 from lora_trainer.dataset_check.data_report import SEVERITIES, DataReport
 from lora_trainer.dataset_check.fixes import (
@@ -40,6 +38,11 @@ from lora_trainer.dataset_check.fixes import (
     right_ending,
 )
 from lora_trainer.dataset_check.score import ENOUGH_IMAGES
+
+if TYPE_CHECKING:
+    from lora_trainer.core.findings import Finding
+    from lora_trainer.data.sample import Manifest, Sample
+    from lora_trainer.data.views import Framing
 
 METADATA = "metadata.jsonl"
 

@@ -6,6 +6,7 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.bounded import TextError, decode, read_bounded
 from lora_trainer.data.images.images import (
@@ -18,13 +19,15 @@ from lora_trainer.data.images.images import (
     to_srgb,
 )
 from lora_trainer.data.images.measures import SMALL_SIDE, Borders
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.beside import JSON_ENDING
-from lora_trainer.data.sources.found import SourceRequest
 from lora_trainer.data.sources.names import ending_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
 from lora_trainer.dataset_check.caption_checks import fix_garbled
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.sources.found import SourceRequest
 
 
 def fix_image(

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -14,9 +15,11 @@ from lora_trainer.core.findings import Finding, Severity
 from lora_trainer.data.buckets import ResizeCrop, has_other_shape
 from lora_trainer.data.images.images import ENDINGS_OF_FORMAT, SIDEWAYS
 from lora_trainer.data.images.masks import DARK_LEVEL
-from lora_trainer.data.images.measures import Seen
-from lora_trainer.data.sample import Sample
 from lora_trainer.dataset_check.context import Check, CheckContext, beside
+
+if TYPE_CHECKING:
+    from lora_trainer.data.images.measures import Seen
+    from lora_trainer.data.sample import Sample
 
 UPSCALE_LIMIT = 2.0  # enlarged further, an image teaches its own blur
 SMALLEST_SIDE = 32  # pixels, the least data.resolution

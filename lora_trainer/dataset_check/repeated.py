@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.alike import find_series
 from lora_trainer.data.images.measures import MAP_SIDE, read_edge_map
 from lora_trainer.dataset_check.context import CheckContext, beside
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FEWEST_OVERLAID = 12  # distinct images; of fewer some share an edge by chance
 MOST_OVERLAID = 400  # images compared

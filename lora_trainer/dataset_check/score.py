@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.core.findings import Finding
-from lora_trainer.data.sample import Sample
+if TYPE_CHECKING:
+    from lora_trainer.core.findings import Finding
+    from lora_trainer.data.sample import Sample
 
 LINE = 0.8  # the score of a dataset with one fault in just the share of its files that is accepted
 # The largest accepted share of the files with a warning, by its code; one above 1 never refuses a dataset alone.

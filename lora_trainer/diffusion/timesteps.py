@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.config.schema import FlowSection
-from lora_trainer.config.schema.types import TimestepSamplingName
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import FlowSection
+    from lora_trainer.config.schema.types import TimestepSamplingName
 
 SMALLEST_DRAW = 2.0**-54  # half of the smallest draw above 0, which has no logit
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.doctor.during import events_so_far
 from lora_trainer.doctor.lines import Lines, error, ok, warning
-from lora_trainer.doctor.run_facts import RunFacts
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.read import keeps_state, mapping, text
 from lora_trainer.report.targets import targets_of
 from lora_trainer.run.folder import UNFINISHED
+
+if TYPE_CHECKING:
+    from lora_trainer.doctor.run_facts import RunFacts
 
 AS_RECORDED = ("torch", "diffusers", "peft", "transformers")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import median
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
-from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.doctor.run_facts import RunFacts, last_step, recent
 from lora_trainer.monitor.idle import BUSY, RECENT_ROWS, causes_of, clocks_of, means_of, slow_data
@@ -16,6 +16,9 @@ from lora_trainer.monitor.progress import clock_time
 from lora_trainer.monitor.slowness import waiting_limit
 from lora_trainer.report.read import keeps_state, number, text
 from lora_trainer.report.targets import setup_of, why_not_measured
+
+if TYPE_CHECKING:
+    from lora_trainer.doctor.facts import MachineFacts
 
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
 SLOWER = 2.0

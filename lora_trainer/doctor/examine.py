@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.imports import OPTIONAL, is_installed, why_unusable
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.doctor import devices, surroundings
-from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines
 from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disks, read_torch, run_attention
 from lora_trainer.doctor.this_machine import read_machine
@@ -20,6 +19,7 @@ from lora_trainer.monitor.tracker_kinds import TRACKERS
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:  # they load torch, which may be what is broken
+    from lora_trainer.doctor.facts import MachineFacts
     from lora_trainer.doctor.run_facts import RunFacts
 
 Places = Sequence[tuple[str, Path, int | None]]  # folders with their use, and the bytes that a run needs there

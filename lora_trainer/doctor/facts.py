@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.monitor.gpu import GPU
+if TYPE_CHECKING:
+    from lora_trainer.monitor.gpu import GPU
 
 Vendor = Literal["NVIDIA", "AMD", "Intel", "Apple"]
 Build = Literal["cpu", "cuda", "rocm", "xpu", "mps"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
-from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.doctor.variables import OURS, VARIABLES
+
+if TYPE_CHECKING:
+    from lora_trainer.doctor.facts import MachineFacts
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.core.launch import cpu_requested
-from lora_trainer.doctor.facts import MachineFacts
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.models.attention.packages import lacking
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.run.file_sizes import run_bytes
 from lora_trainer.run.plans.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.config.schema import Config
+    from lora_trainer.doctor.facts import MachineFacts
 
 LEAST_HOST = GIB // 2  # bytes that are worth a line
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.part_words import WORDS
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 
 
 def advice_on(choice: LoraChoice) -> str:

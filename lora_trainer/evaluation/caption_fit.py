@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lora_trainer.diffusion.noise import position_noise
-from lora_trainer.diffusion.process import Process
-from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.likeness import Values, agreement, bootstrap
 from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once
-from lora_trainer.evaluation.validation_loss import EncodedSample, Predict
-from lora_trainer.evaluation.verdict import Estimate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.validation_loss import EncodedSample, Predict
+    from lora_trainer.evaluation.verdict import Estimate
 
 # The noisier half of the schedule, where little but the caption says what the image shows. On the built-in base the own
 # caption of zobo's images won 0.4 to 0.6 of the comparisons at single timesteps of the other half, and up to 0.9 in this one.

@@ -29,16 +29,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lora_trainer.core.errors import UsageError, first_line
 from lora_trainer.core.findings import counted
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.evaluation.advice import advice_on
-from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import Effort, RealImages, Sides
 from lora_trainer.evaluation.likeness import DRAWS, Features, Values
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import (
     FEWEST_REAL,
     LORA_CHECKS,
@@ -55,7 +54,11 @@ from lora_trainer.evaluation.lora_choice import WORTH, Candidate, CandidateScore
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.validation_loss import gain_of
 from lora_trainer.evaluation.verdict import SCALES, Cost, Estimate, VerdictPart, score_of
-from lora_trainer.models.family import Family
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.evidence import Effort, RealImages, Sides
+    from lora_trainer.models.family import Family
 
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 LEVEL = 0.95

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_trainer.diffusion.noise import position_noise
-from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
-from lora_trainer.evaluation.validation_loss import Predict
+
+if TYPE_CHECKING:
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.evaluation.validation_loss import Predict
 
 VISITS = 10  # timesteps of a sampled image
 NEUTRAL_PROMPTS = (

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.conditioning import EditCaption, controls_of
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.data.images.pixels import encode_shown, read_shown
 from lora_trainer.data.loader import size_row
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.views import BucketPlan
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.encoders import offloaded_text
 from lora_trainer.models.family import Caption, Encoders, Family, ModelFacts, Prompt
 from lora_trainer.models.memory.phases import captions_at_once, captions_on_a_cpu, costs_of
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import BucketPlan
 
 EncodeTexts = Callable[[Sequence[Prompt]], dict[str, Tensor]]
 

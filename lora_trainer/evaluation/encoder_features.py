@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.loading import heard
 from lora_trainer.evaluation.placing import tile
 from lora_trainer.models.autoencoder import drawing_vae, image_decoder
-from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.memory.phases import TILE, PhaseCosts, costs_of, decoding_bytes
 from lora_trainer.models.vision_encoder import DescribePixels, check_vision_encoder, load_vision_encoder
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.models.family import ModelFacts
 
 DESCRIBING = 256 << 20  # bytes while an encoder describes an image; encoders read 224 to 518 pixels a side
 FP32 = 4  # bytes of a number

@@ -6,18 +6,21 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
-from lora_trainer.evaluation.encoder_features import DescribeLatents
 from lora_trainer.evaluation.features import image_features
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
 from lora_trainer.evaluation.prediction import Passes, in_batches, rows_at_once
-from lora_trainer.evaluation.texts import EncodedTexts
-from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.models.family import FeatureBlock
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.encoder_features import DescribeLatents
+    from lora_trainer.evaluation.texts import EncodedTexts
+    from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.models.family import FeatureBlock
 
 OTHER_SEEDS = 1_000_000  # added to a seed for the base's second sample of a prompt
 AT_ONCE = 8  # samples in a batch; `Predict` divides it where memory is short

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.diffusion.noise import position_noise
-from lora_trainer.diffusion.process import Process
-from lora_trainer.evaluation.validation_loss import Predict
-from lora_trainer.models.family import FeatureBlock
+
+if TYPE_CHECKING:
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.evaluation.validation_loss import Predict
+    from lora_trainer.models.family import FeatureBlock
 
 # Share of the timesteps. A denoiser's inner states describe an image best with some noise in it (arXiv:2306.03881).
 NOISE_LEVEL = 0.15

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.diffusion.noise import position_noise
-from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import few_step_timesteps, stratified_timesteps
-from lora_trainer.evaluation.validation_loss import Predict
+
+if TYPE_CHECKING:
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.evaluation.validation_loss import Predict
 
 Cond = Mapping[str, Tensor]
 

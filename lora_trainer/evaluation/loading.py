@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,16 +17,17 @@ from torch import nn
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
-from lora_trainer.core.hardware import trim_heap
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.weight_changes import change_weights, changes_on
 from lora_trainer.export.diffusers import adapter_metadata, diffusers_tensors
 from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
 from lora_trainer.export.weights import AdapterWeights, LoraWeights, check_keys, folded, plain_pairs, shapes_of
-from lora_trainer.models.family import Family
 from lora_trainer.models.folder import named_parts, read_config
 from lora_trainer.models.frozen import empty_text_encoder
 from lora_trainer.models.lora_names import families_of
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family
 
 WORST_SHOWN = 5  # modules that do not fit, of many
 COMPLAINTS = ("unexpected keys", "missing keys", "were ignored", "unsuccessful", "not found")
@@ -254,14 +254,6 @@ def misfits_by_config(weights: AdapterWeights, family: Family, base: Path) -> li
     there = named_parts(base, tuple(name for name in family.text.targets if name in changed))
     texts = {name: empty_text_encoder(base / name) for name in there}
     return misfits(weights, shapes_of({family.denoiser.component: denoiser, **texts}), family, base)
-
-
-def free_memory(device: torch.device) -> None:
-    """Free memory that nothing refers to; pipelines have reference cycles."""
-    gc.collect()
-    trim_heap()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def fresh_pipeline(family: Family, base: Path, dtype: torch.dtype, device: torch.device) -> Any:

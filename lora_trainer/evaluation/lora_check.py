@@ -25,12 +25,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.findings import Finding, counted
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.data.caches.base_half import BaseHalf, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, Visit, base_visits, drift
@@ -52,7 +53,6 @@ from lora_trainer.evaluation.likeness import (
 from lora_trainer.evaluation.loading import (
     at_strength,
     components_of,
-    free_memory,
     fresh_pipeline,
     misfits,
     misfits_by_config,
@@ -92,10 +92,12 @@ from lora_trainer.evaluation.verdict import (
 )
 from lora_trainer.export.weights import AdapterWeights, adaptable_modules
 from lora_trainer.models.base_loras import base_digest
-from lora_trainer.models.family import Caption, Family, SamplingDefaults
 from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.lora_names import read_adapter_with_tokens
-from lora_trainer.models.vision_encoder import EncoderFolder
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Caption, Family, SamplingDefaults
+    from lora_trainer.models.vision_encoder import EncoderFolder
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 FEWEST_REAL = 4  # fewer have no distances to compare with

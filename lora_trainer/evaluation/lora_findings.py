@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, Severity, counted
-from lora_trainer.evaluation.health import Health
 from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
 from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
-from lora_trainer.evaluation.validation_loss import Improvement
 from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, Estimate, VerdictPart
-from lora_trainer.export.weights import AdapterWeights
-from lora_trainer.models.family import Family
+
+if TYPE_CHECKING:
+    from lora_trainer.core.errors import Problem
+    from lora_trainer.evaluation.health import Health
+    from lora_trainer.evaluation.validation_loss import Improvement
+    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.models.family import Family
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much

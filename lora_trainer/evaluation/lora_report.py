@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Cost, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
+    from lora_trainer.core.findings import Finding
     from lora_trainer.evaluation.lora_choice import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from lora_trainer.core.errors import memory_may_run_out
-from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.models.autoencoder import decode_in_tiles
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.encoders import offload_layers, widen
-from lora_trainer.models.family import Family
 from lora_trainer.models.memory.phases import (
     TILE,
     Placement,
@@ -24,6 +22,10 @@ from lora_trainer.models.memory.phases import (
     place_gate,
     widened_in_turn,
 )
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.models.family import Family
 
 Result = TypeVar("Result")
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.core.findings import Finding
-from lora_trainer.evaluation.verdict import VerdictPart
+if TYPE_CHECKING:
+    from lora_trainer.core.findings import Finding
+    from lora_trainer.evaluation.verdict import VerdictPart
 
 Direction = Literal["longer", "gentler", "less"]
 STILL_FALLING = "still_falling"  # the note of `report/curve.py`

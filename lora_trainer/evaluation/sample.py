@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.data.buckets import Bucket, fit_to
@@ -23,7 +24,6 @@ from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.loading import (
     at_strength,
     components_of,
-    free_memory,
     fresh_pipeline,
     in_short,
     misfits,
@@ -45,10 +45,12 @@ from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, s
 from lora_trainer.export.weights import AdapterWeights, shapes_of
 from lora_trainer.models.autoencoder import image_encoder
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
-from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import read_adapter_with_tokens
 from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, phase_costs
 from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family
 
 # Text embeddings by prompt, or by a prompt and the files of the control images that it was read with.
 ReadTexts = dict[Any, dict[str, Tensor]]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from PIL.PngImagePlugin import PngInfo
 
 from lora_trainer.core.io import atomic_path
 from lora_trainer.evaluation.lettering import Font, fonts_for, legible
+
+if TYPE_CHECKING:
+    from PIL.PngImagePlugin import PngInfo
 
 SMALLEST, LARGEST = 256, 640  # sides of shown images, in pixels
 WIDEST, MOST_PIXELS = 4096, 40_000_000  # of a sheet: browsers of phones refuse far larger ones

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import Sides
 from lora_trainer.evaluation.likeness import Features, Values, distances, moved_shares, to_nearest_other
 from lora_trainer.evaluation.placing import bytes_of, tile
-from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.autoencoder import drawing_vae, image_decoder
-from lora_trainer.models.family import Caption
 from lora_trainer.models.memory.phases import PhaseCosts, decoding_bytes
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.evidence import Sides
+    from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.models.family import Caption
 
 ShownKind = Literal["typical", "copied", "odd", "unrelated"]
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.loading import at_strength, free_memory, without_lora
-from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.export.weights import AdapterWeights
+from lora_trainer.core.hardware import free_memory
+from lora_trainer.evaluation.loading import at_strength, without_lora
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.encoders import offload_layers
-from lora_trainer.models.family import Caption, Family, TextParts
 from lora_trainer.models.textual_inversion import add_learned_tokens, from_embeddings
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.models.family import Caption, Family, TextParts
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.diffusion.loss import Weight
 from lora_trainer.diffusion.noise import position_noise
-from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.likeness import Values, bootstrap
-from lora_trainer.evaluation.verdict import Estimate
-from lora_trainer.models.family import Caption
+
+if TYPE_CHECKING:
+    from lora_trainer.diffusion.loss import Weight
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.evaluation.verdict import Estimate
+    from lora_trainer.models.family import Caption
 
 # (noisy [B, C, h, w], t [B], conditioning, sizes [B, 6]) -> prediction [B, C, h, w]
 Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]

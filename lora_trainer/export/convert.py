@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from lora_trainer.export import diffusers as diffusers_form
 from lora_trainer.export import kohya as kohya_form
 from lora_trainer.export.earlier import EARLIER, Earlier, earlier_of, remembered, restored
 from lora_trainer.export.keys import KOHYA_ALPHA, T5, of_language_model
-from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import (
     TensorsAndHeader,
     learned_token_files,
@@ -28,6 +27,9 @@ from lora_trainer.export.lora_file import (
 from lora_trainer.export.metadata import HASH, with_hashes
 from lora_trainer.export.reading import only_lora, some, values, weights_of
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, product_norm
+
+if TYPE_CHECKING:
+    from lora_trainer.export.layout import Names
 
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.

@@ -7,13 +7,15 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.export.keys import DIFFUSERS_DOWN, DIFFUSERS_UP, DORA
 from lora_trainer.export.patterns import takes_too_long
-from lora_trainer.export.weights import LoraWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_trainer.export.weights import LoraWeights
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
 

@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.export.layout import Rule
 from lora_trainer.export.updates import rows_of
 from lora_trainer.export.weights import LayerUpdate, LoraPair
+
+if TYPE_CHECKING:
+    from lora_trainer.export.layout import Rule
 
 
 def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:

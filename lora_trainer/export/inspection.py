@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places,
 from lora_trainer.export.convert import size_of_update
 from lora_trainer.export.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.export.keys import EMBEDDING, NUMBERED, PEFT, read_key
-from lora_trainer.export.layout import Names
 from lora_trainer.export.lora_file import beside, open_tensors, refuse_reaching
 from lora_trainer.export.reading import Collected, collect, method_of, some, values
 from lora_trainer.export.tensor_file import DTYPES
 from lora_trainer.export.updates import changes_nothing, titles
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate
+
+if TYPE_CHECKING:
+    from lora_trainer.export.layout import Names
+    from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 HASHED_AT_ONCE = 1 << 22  # bytes
 NESTED = re.compile(r"(?:transformer|unet)\.diffusion_model\.|(?:lora_unet|lora_transformer|lycoris)_(?:_|unet_)")

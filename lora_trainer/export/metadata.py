@@ -11,12 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save
-from torch import Tensor
 
 from lora_trainer.export.keys import BASE_FORM, OWN_VERSION, T5_TOKENS, WITHOUT
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 
 PLAIN_TOKENS = 75  # the default, which programs do not record
 EMA_DECAY, SWA_START = "lora_trainer.ema_decay", "lora_trainer.swa_start"

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ from lora_trainer.export.keys import (
     resolve,
 )
 from lora_trainer.export.kohya import fused_ranks
-from lora_trainer.export.layout import Names
 from lora_trainer.export.updates import DecomposedUpdate, FactorUpdate, titles, to_lora, update_of
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
+
+if TYPE_CHECKING:
+    from lora_trainer.export.layout import Names
 
 MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
 SD_SCRIPTS_OFT = "oft_unet_"  # the beginning of its OFT network's names

@@ -6,14 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import tomli_w
 
 from lora_trainer.config.complaints import wrong_keys
 from lora_trainer.config.contradictions import Settings, contradictions
 from lora_trainer.config.layers import Layer, plain_values, resolve
-from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import section_types, setting_names, shown, without_empty
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import finite
@@ -30,6 +29,9 @@ from lora_trainer.importers import (
 from lora_trainer.importers.data_files import nested, without_idle_captions
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.reading import SOURCES, Line, Reading, Verdict
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 
 def as_written(lines: Sequence[Line], settings: Mapping[str, Any], origin: Mapping[str, str]) -> tuple[Line, ...]:

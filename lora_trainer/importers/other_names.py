@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.importers import aitoolkit, diffusers_flags, kohya, onetrainer, simpletuner
-from lora_trainer.importers.reading import KeyRule
+
+if TYPE_CHECKING:
+    from lora_trainer.importers.reading import KeyRule
 
 
 def rules() -> tuple[Mapping[str, KeyRule], ...]:

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
@@ -17,6 +16,9 @@ from lora_trainer.export.reading import some
 from lora_trainer.export.updates import have_same_parameters, mean_of, mean_of_parameters
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
 from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, compress, join_pairs, scale_updates, sharing
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 from lora_trainer.lora_files.base_layers import BaseLayers, read_base
 from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_files.nearest import nearest_decomposed, nearest_kronecker
-from lora_trainer.models.places import Place
 from lora_trainer.models.quantization.stored_forms import WeightReader
+
+if TYPE_CHECKING:
+    from lora_trainer.models.places import Place
 
 CPU = torch.device("cpu")
 LORA = "lora"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from lora_trainer.core.io import atomic_path, flush_file, flush_folder
 from lora_trainer.core.tensorfile import METADATA, hash_of_tensors, read_tensor_header, rewrite_tensors
 from lora_trainer.export.metadata import HASH
 from lora_trainer.export.tensor_file import DTYPES
-from lora_trainer.export.weights import LayerUpdate
 from lora_trainer.lora_files.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
 from lora_trainer.lora_files.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, ToolResult, with_weight
 from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.folder import files_of_part
-from lora_trainer.models.places import Place
+
+if TYPE_CHECKING:
+    from lora_trainer.export.weights import LayerUpdate
+    from lora_trainer.models.places import Place
 
 OF_OTHER_TENSORS = ("sshs_model_hash", "sshs_legacy_hash", HASH)  # header entries that a changed tensor makes wrong
 COARSE = 0.1  # error of a layer from which users are warned

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +24,10 @@ from lora_trainer.export.reading import only_lora, some, values
 from lora_trainer.export.updates import DecomposedUpdate, RowsUpdate
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
 from lora_trainer.lora_files.combining import Combined, cast_for_storage
-from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models.lora_names import families_of, names_for, read_source, write_source, write_weights
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_files.low_rank import LayerRow
 
 ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the files that it read
 MERGED_FROM, COMMENT = "modelspec.merged_from", "ss_training_comment"

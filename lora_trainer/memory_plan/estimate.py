@@ -12,15 +12,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.config.schema import Blocks
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.memory_plan.profiles import MemoryModel, Sizes
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.memory.texts import NO_TEXTS, TextSizes
 from lora_trainer.optim.optimizers import OPTIMIZERS, optimizer_state_on_gpu
 from lora_trainer.optim.state_size import ROUNDED_AT_ONCE
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Blocks
 
 GIB = 2**30
 # Nothing of this was measured on a GPU yet: docs/memory.md.

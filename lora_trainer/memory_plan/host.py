@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.memory_plan.estimate import GIB, Demand, MemoryPlan, parts_of
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.phases import held_bytes
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family, ModelFacts
 
 
 @dataclass(frozen=True)

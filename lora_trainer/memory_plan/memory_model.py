@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.core.version import __version__
 from lora_trainer.memory_plan.profiles import FORM_OF, Footprint, MemoryModel, Sizes
-from lora_trainer.models.family import Architecture, Family
 
 if TYPE_CHECKING:
     from lora_trainer.adapters.base import AdapterOptions
     from lora_trainer.config.schema import CheckpointingMode, Precision
     from lora_trainer.memory_plan.trace import Subject
+    from lora_trainer.models.family import Architecture, Family
 
 STEPS_OF_CHECKPOINTING = 6  # numbers of checkpointed blocks to try
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.models.family import Architecture
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Architecture
 
 UNIMPORTANT = ("sample_size",)  # of a denoiser's config
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import sub
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from lora_trainer.config.schema import CheckpointingMode, LossSection, Optimizer
 from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Prediction, Process
-from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.frozen import widen_kept
 from lora_trainer.models.memory.block_swap import freed_by_swapping
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
@@ -39,6 +38,9 @@ from lora_trainer.optim.clipping import make_clip
 from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, backward
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Architecture, Family
 
 META = torch.device("meta")
 TIMESTEPS = 1000

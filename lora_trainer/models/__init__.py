@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lora_trainer.models import (
     anima,
     chroma,
@@ -16,7 +18,9 @@ from lora_trainer.models import (
     sdxl,
     z_image,
 )
-from lora_trainer.models.family import Family
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family
 
 FAMILIES: dict[str, Family] = {
     "sd15": sd15.FAMILY,

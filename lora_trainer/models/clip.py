@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
-from lora_trainer.models.family import Caption, TextOptions, TextParts
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.weighting import read_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lora_trainer.models.family import Caption, TextOptions, TextParts
 
 LAST, LAST_BUT_ONE = 1, 2
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from lora_trainer.core.conditioning import EditCaption, controls_of
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
-from lora_trainer.export.layout import Layout
 
 if TYPE_CHECKING:  # facts are read without torch
     import torch
     from torch import Tensor, nn
 
     from lora_trainer.diffusion.process import Process
+    from lora_trainer.export.layout import Layout
     from lora_trainer.models.quantization.store import Narrow
 
 USUAL_FAMILY = "sd15"  # of the built-in base model, and the default where no model is named

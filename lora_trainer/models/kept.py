@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import nn
 
-from lora_trainer.models.family import Family
 from lora_trainer.models.quantization.layers import place_layers
-from lora_trainer.models.quantization.store import Narrow
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family
+    from lora_trainer.models.quantization.store import Narrow
 
 MEMORY_FULL = 70.0  # percent in use from which another base model replaces the kept ones
 CPU = torch.device("cpu")

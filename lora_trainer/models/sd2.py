@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import sd15
-from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.unet import SD2_TEXT_WIDTH, is_sd2, refuse_other_texts, unet_facts
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import ModelFacts
 
 
 def describe(folder: Path) -> ModelFacts:

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_trainer.config.schema.inputs import TextualInversionSection
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models.family import TextParts
 from lora_trainer.models.unet import load_tokenizer
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema.inputs import TextualInversionSection
+    from lora_trainer.models.family import TextParts
 
 LearnedTokens = Mapping[str, Mapping[str, Tensor]]  # token -> text encoder's component -> embeddings [vectors, width]
 

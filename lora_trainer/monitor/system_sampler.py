@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.monitor.gpu import GPU
 from lora_trainer.monitor.system import HostMeter
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.gpu import GPU
 
 SAMPLES_PER_ROW = 5  # of the GPU, which reports the latest second or less
 NEARLY = 0.99  # of an interval: threads wake up a little early or late

@@ -14,11 +14,13 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import first_line
 from lora_trainer.monitor.tracker_kinds import TRACKERS
-from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun, Tracker
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun, Tracker
 
 MOST_WAITING = 1000  # calls
 FREQUENT = ("train", "system")  # groups of which rows may be left out

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.schema import OptimizerSection
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import OptimizerSection
 
 # Changes gradients in place; returns their joint norm [] from before. The number is a factor on the bound.
 Clip = Callable[[Sequence[nn.Parameter], float], Tensor]

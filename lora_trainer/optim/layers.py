@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import OptimizerSection
 
 OF_PARAMETER = re.compile(r"\.(?:lora|lokr|hada|oft)_.*|\.[^.]*$")  # what follows the layer's name in a parameter's
 MOST_SHOWN = 3  # layers that a line names

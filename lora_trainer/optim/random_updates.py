@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.randomness import position_key
 from lora_trainer.optim.state_size import ROUNDED_AT_ONCE
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lora_trainer.config.schema import OptimizerSection
 
 LOWER_HALF = 2**16  # of an fp32 number, which bf16 lacks
 

@@ -6,19 +6,22 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, counted, printable
 from lora_trainer.core.io import write_text
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
-from lora_trainer.data.sample import Sample, Span
-from lora_trainer.data.steps import StepArithmetic
-from lora_trainer.dataset_check import DataReport
 from lora_trainer.dataset_check.doubts import DOUBTFUL, NOT_COMPARED
 from lora_trainer.report.embedded_images import webp
 from lora_trainer.report.figures import Figure
 from lora_trainer.report.read import Score
 from lora_trainer.report.write import render
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample, Span
+    from lora_trainer.data.steps import StepArithmetic
+    from lora_trainer.dataset_check import DataReport
 
 TITLE = "Dataset report"
 MOST_EACH = 24  # images shown of one kind of finding

@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.report.chart import short
 from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import Image, RunReport, images_of, mapping, number, sequence, text, whole
-from lora_trainer.report.verdict_parts import PartInterval
+
+if TYPE_CHECKING:
+    from lora_trainer.report.verdict_parts import PartInterval
 
 COMPARED_RECIPE = re.compile(r"compared(?:-step-(\d+))?\.json")  # of images with each candidate
 MOST_PAIRS = 12

@@ -12,11 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.monitor.idle import IdleCause
 from lora_trainer.monitor.profile_files import BETWEEN_STEPS, OPERATORS, PHASES, PREPARE, PROFILE
 from lora_trainer.report.bottleneck import (
     BETWEEN,
@@ -35,6 +34,9 @@ from lora_trainer.report.bottleneck import (
 from lora_trainer.report.operators import summarize
 from lora_trainer.report.read import RunReport, mapping, number, sequence, text, whole
 from lora_trainer.report.targets import idle_causes, setup_of
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.idle import IdleCause
 
 LABELS = {
     "data": "waiting for data",

@@ -8,15 +8,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import SYSTEM, read_lines
-from lora_trainer.report.chart import Point
 from lora_trainer.report.record import BEFORE_AFTER, read_record
+
+if TYPE_CHECKING:
+    from lora_trainer.report.chart import Point
 
 STEP_RECIPE = re.compile(r"step-(\d+)\.json")
 SERIES = ("loss", "lr", "grad_norm", "seconds", "data_seconds", "samples_per_second", "memory_gib")

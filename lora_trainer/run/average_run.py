@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json
 from lora_trainer.export.convert import SourceFile
-from lora_trainer.export.weights import AdapterWeights
 from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
 from lora_trainer.lora_files.combining import unchanged_rows
-from lora_trainer.lora_files.low_rank import LayerRow
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.lora_names import read_source
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.reading import lora_of
 from lora_trainer.run.release import lora_weights
 from lora_trainer.training.checkpoints.checkpoint import step_of
+
+if TYPE_CHECKING:
+    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.lora_files.low_rank import LayerRow
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.conditioning import EditCaption, controls_of
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError, memory_may_run_out
 from lora_trainer.core.findings import counted
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.cache import (
     CachePlan,
@@ -34,14 +34,10 @@ from lora_trainer.data.caches.packing import LARGE
 from lora_trainer.data.caches.store import Store
 from lora_trainer.data.images.pixels import read_controls
 from lora_trainer.data.loader import CachedData, size_row
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.views import View
 from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.models.encoders import offloaded_text
-from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     captions_at_once,
     captions_on_a_cpu,
@@ -59,6 +55,14 @@ from lora_trainer.run.inputs import (
     view_bytes,
 )
 from lora_trainer.run.reading import caches_texts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import View
+    from lora_trainer.models.family import Encoders
 
 Prompts = Sequence[Caption | EditCaption]
 EncodeText = Callable[[Prompts], Mapping[str, Tensor]]

@@ -8,20 +8,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DatasetRefused, UsageError
 from lora_trainer.data.captions import canonical, settled
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain
 from lora_trainer.dataset_check.doubts import CaptionAgreement, Doubt
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import caption_rules, data_in_use, read_model, trained_framings
 
 if TYPE_CHECKING:  # torch is loaded where the base model is
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
     from lora_trainer.evaluation.caption_fit import CaptionComparison
+    from lora_trainer.models.family import Family, ModelFacts
 
 MOST_IMAGES = 48  # of a dataset, evenly spread
 IMAGES_TOGETHER = 24  # each with the captions of all of these
@@ -52,6 +52,7 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
 def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample]) -> CaptionAgreement:
     import torch
 
+    from lora_trainer.core.hardware import free_memory
     from lora_trainer.evaluation.caption_fit import (
         caption_losses,
         compare_fits,
@@ -60,7 +61,6 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     )
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.likeness import differ
-    from lora_trainer.evaluation.loading import free_memory
     from lora_trainer.evaluation.placing import bring_denoiser, with_less
     from lora_trainer.evaluation.prediction import Passes
     from lora_trainer.run.choices import evaluated_on, usable_bytes

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, memory_may_run_out
@@ -18,6 +17,9 @@ from lora_trainer.core.io import write_text
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.read import read_source
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Watch = Callable[[int, int], None]  # (done, of)
 

@@ -7,10 +7,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import atomic_path
-from lora_trainer.data.sample import Sample
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
 
 FILE = "images.csv"
 HEADER = ("image", "content", "caption", "all")  # its name, and hashes

@@ -6,18 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Layer, Resolved
-from lora_trainer.config.schema import Blocks, Config, Precision
 from lora_trainer.core import hardware
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import cuda_memory_gib
 from lora_trainer.core.launch import cpu_requested, processes_here
-from lora_trainer.data.steps import LargestStep
 from lora_trainer.memory_plan.estimate import (
     CONTEXT_GIB,
     GIB,
@@ -31,13 +28,18 @@ from lora_trainer.memory_plan.estimate import (
     usable_gib,
 )
 from lora_trainer.memory_plan.host import base_note, host_note, host_of, weight_bytes
-from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.quantization.four_bits import need_library
 from lora_trainer.monitor.memory import set_allocator
 from lora_trainer.monitor.system import system_memory
 from lora_trainer.run.plans.plan import make_demand, storable_here
 from lora_trainer.training.denoiser_layout import QUANTIZED, Layout
 from lora_trainer.training.processes import Processes, join_processes
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Layer, Resolved
+    from lora_trainer.config.schema import Blocks, Config, Precision
+    from lora_trainer.data.steps import LargestStep
+    from lora_trainer.models.family import Architecture, Family
 
 # What is computed in, where a GPU has bf16 units; weights in fewer bits are dequantized for it.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} | dict.fromkeys(

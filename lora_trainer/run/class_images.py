@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer import builtin
 from lora_trainer.config.presets import family_layers
-from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.data.caches.image_sets import image_path
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.sources.texts import tidy
-from lora_trainer.models.family import Family
 from lora_trainer.run.bases.find import is_builtin
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family
 
 # Of everything that a general model knows, some of each: what a LoRA forgets is what no image reminds it of.
 PROMPTS = (

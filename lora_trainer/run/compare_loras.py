@@ -9,30 +9,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
-from lora_trainer.config.schema.types import CompareName
 from lora_trainer.core.errors import MACHINE_FAILURES, UserError, first_line
 from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.choice import STRENGTHS, compare_candidates
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, plain_caption
 from lora_trainer.evaluation.lora_choice import Candidate, LoraChoice
-from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.recipe import Grid, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.run.choices import usable_bytes
 from lora_trainer.run.counting import COMPARED, counting
 from lora_trainer.run.kept_steps import RunFiles, kept_steps, run_files
 from lora_trainer.run.release import WEIGHTS
 from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, prefixed, rows_for, run_drawing, sample_rows
-from lora_trainer.run.session import Session
 from lora_trainer.training.checkpoints.checkpoint import step_name
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.config.schema.types import CompareName
+    from lora_trainer.evaluation.evidence import RealImages
+    from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.models.family import Family, ModelFacts
+    from lora_trainer.run.session import Session
 
 SHEET = "compared"  # name of the sheet of the candidates
 FAILURES = (*MACHINE_FAILURES, UserError)  # that leave a LoRA its verdict

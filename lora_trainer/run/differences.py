@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config.layers import Resolved
 from lora_trainer.config.resuming import CHANGES_NOTHING
 from lora_trainer.config.toml import shown
 from lora_trainer.report.record import Record, read_record
-from lora_trainer.run.order import Order
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.run.order import Order
 
 ROUNDING_DIFFERS = "results may differ in rounding"
 # The entries of a record's hardware that the last bits of a result depend on.

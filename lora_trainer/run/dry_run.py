@@ -6,11 +6,11 @@ Only the digests and sizes of files that were read are written, into the user's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.caching import CachePlans, cache_folder, images_together, plan_caches, refuse_full_disk
@@ -19,12 +19,15 @@ from lora_trainer.run.differences import changes
 from lora_trainer.run.generation import with_finished_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
-from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.plans.view import show_plan as show_memory
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.run.session import checked_start
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
+
+if TYPE_CHECKING:
+    from lora_trainer.data.steps import StepArithmetic
+    from lora_trainer.run.order import Order
 
 
 @dataclass(frozen=True)

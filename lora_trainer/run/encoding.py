@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from lora_trainer.config.schema import Config
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.views import BucketPlan
 from lora_trainer.evaluation.encode import EncodeTexts, encode_samples, text_reader
-from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.models.family import Encoders, Family, ModelFacts
 from lora_trainer.run.choices import ENCODER_DTYPE, usable_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import BucketPlan
+    from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.models.family import Encoders, Family, ModelFacts
 
 
 def encode_by_base(

@@ -15,19 +15,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema.results import RunSection
 from lora_trainer.core.errors import SIGNALED, DatasetRefused, Problem
 from lora_trainer.core.interrupt import remembering
 from lora_trainer.core.io import append_text
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
-from lora_trainer.run.order import Order
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.config.schema.results import RunSection
+    from lora_trainer.run.order import Order
 
 COMMANDS = ("on_finish", "on_failure")
 LOG = Path("logs") / "commands.txt"

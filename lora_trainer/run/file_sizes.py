@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.data.caches.ours import ROW_HEAD
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import plan_plain, plan_views
-from lora_trainer.models.family import Architecture, Family
 from lora_trainer.optim.optimizers import optimizer_state_bytes
 from lora_trainer.run.inputs import LATENT_BYTES, captioned_samples, measured_among, trained_framings, view_bytes
 from lora_trainer.run.reading import caches_texts
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.models.family import Architecture, Family
 
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 LORA_FILES = 2

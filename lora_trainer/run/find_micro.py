@@ -13,25 +13,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml
 from lora_trainer.core.conditioning import CONTROL
 from lora_trainer.core.errors import UsageError, memory_may_run_out
-from lora_trainer.data.loader import CachedData
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB, usable_gib
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
 from lora_trainer.monitor.system import system_memory
 from lora_trainer.optim.optimizers import optimizer_state_on_gpu
 from lora_trainer.run.choices import gpu_gib
-from lora_trainer.run.inputs import Inputs
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepContext, abort_step, backward
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.loader import CachedData
+    from lora_trainer.run.inputs import Inputs
+    from lora_trainer.training.processes import Processes
 
 MARGIN = 1.5  # on a CPU, times the bytes kept for the backward pass: short-lived tensors are not counted
 MIDDLE = 500  # a timestep: all cost the same

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lora_trainer.config.schema import AttentionName, Config
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.disk import current, write_with_retry
 from lora_trainer.core.errors import MACHINE_FAILURES, UsageError, UserError, first_line
-from lora_trainer.core.hardware import describe_machine
+from lora_trainer.core.hardware import describe_machine, free_memory
 from lora_trainer.core.interrupt import StepAborted, abortable, remembering, stop_if_signalled
 from lora_trainer.core.io import write_text
 from lora_trainer.data.sample_counts import FILE as SAMPLE_COUNTS
@@ -27,8 +27,6 @@ from lora_trainer.data.steps import StepArithmetic, micro_shapes
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.encoder_features import load_encoder
-from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate
 from lora_trainer.evaluation.lora_report import NOTHING_ELSE, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
@@ -47,7 +45,6 @@ from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.idle import IdleSetup, means_of
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress, step_line
-from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_record
@@ -62,7 +59,6 @@ from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned
 from lora_trainer.run.file_sizes import lora_bytes
 from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
 from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
-from lora_trainer.run.order import Order
 from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
     cause_shown,
@@ -102,8 +98,13 @@ from lora_trainer.training.profiler import ProfiledDevice, Profiler
 from lora_trainer.training.requests import Requests
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
-from lora_trainer.training.step import StepContext
 from lora_trainer.training.texts import encode_validation_captions
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.evidence import RealImages
+    from lora_trainer.monitor.tracker_thread import TrackerThreads
+    from lora_trainer.run.order import Order
+    from lora_trainer.training.step import StepContext
 
 VALIDATION_TIMESTEPS = 8
 WITHOUT_STATE = (

@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
@@ -19,7 +19,9 @@ from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
 from lora_trainer.run.inputs import data_sources
-from lora_trainer.run.order import Order
+
+if TYPE_CHECKING:
+    from lora_trainer.run.order import Order
 
 UNFINISHED = ("running", "stopped", "failed")
 LOCK, SOFT_LOCK = ".lock", ".lock.held"

@@ -7,13 +7,12 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.findings import counted
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.data.caches.claims import Claims, wait_for
 from lora_trainer.data.caches.filling import refuse_unwritable, refused
 from lora_trainer.data.caches.image_sets import (
@@ -28,18 +27,23 @@ from lora_trainer.data.caches.ours import mark
 from lora_trainer.data.captions import settled
 from lora_trainer.data.views import plan_views
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.loading import free_memory, fresh_pipeline
+from lora_trainer.evaluation.loading import fresh_pipeline
 from lora_trainer.evaluation.placing import bring_pipeline, with_less
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
 from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.drawing import read_prompts
-from lora_trainer.models.family import Family
 from lora_trainer.run.caching import cache_folder
 from lora_trainer.run.choices import Choices, usable_bytes
 from lora_trainer.run.class_images import class_prompts, class_samples, class_source, sampler_settings
 from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.inputs import Inputs, caption_rules, class_image_side, trained_framings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family
 
 
 @dataclass(frozen=True)

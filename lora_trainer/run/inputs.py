@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.claims import in_use
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.moved import original_place, read_moved
-from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.data.split import MOST_COMPARED, split_validation
 from lora_trainer.data.steps import LargestStep, Lengths, StepArithmetic, largest_step, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
@@ -36,6 +34,10 @@ from lora_trainer.run.bases.names import absolute
 from lora_trainer.run.class_images import planned_class_images
 from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
+
+if TYPE_CHECKING:
+    from lora_trainer.data.buckets import Bucket
+    from lora_trainer.data.sample import Manifest, Sample
 
 NAMES_SHOWN = 4  # of validation images
 LATENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # of each number of the cached latents

@@ -6,18 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError, UserError, first_line
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.export.lora_file import write_tensors
 from lora_trainer.export.metadata import with_hashes
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed
 from lora_trainer.export.weights import AdapterWeights, folded
-from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
@@ -32,6 +29,12 @@ from lora_trainer.training.checkpoints.checkpoint import (
     step_name,
     step_of,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family
 
 EXPORTED = re.compile(r".+-step-(\d+)\.safetensors")
 MOST_STEPS = 6  # compared beside the exported one

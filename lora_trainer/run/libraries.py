@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.imports import OPTIONAL, hide, why_unusable
 from lora_trainer.optim.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 
 def import_libraries(config: Config) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.presets import BASES, CHOSEN, presets
@@ -18,21 +16,23 @@ from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import FEWEST_COMPARED
-from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.evaluation.part_words import WORDS
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.monitor.progress import duration
-from lora_trainer.report.record import Record
 from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_bytes, own_architecture
-from lora_trainer.run.order import Order
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.steps import StepArithmetic
     from lora_trainer.diffusion.process import Process
     from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.models.family import Family, ModelFacts
     from lora_trainer.models.lora_clients import Client
+    from lora_trainer.report.record import Record
+    from lora_trainer.run.order import Order
 
 
 MOST_FINDINGS = 8

@@ -10,21 +10,21 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
-from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console as PlainConsole
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.inputs import data_sources
 from lora_trainer.training.steering import Steering
 
 if TYPE_CHECKING:  # it loads torch
+    from rich.console import Console
+
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family
     from lora_trainer.training.run_group import Member
 
 LONGEST_NAME = 200  # bytes; file systems allow 255, and endings and temporary names need their share

@@ -9,31 +9,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options, text_options
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.findings import Finding, counted
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.interrupt import abortable
 from lora_trainer.core.version import __version__
-from lora_trainer.data.sample import Sample
-from lora_trainer.diffusion.process import Process
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
-from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import FlowFacts, TrainingFacts
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate
 from lora_trainer.models.base_loras import loras_line
-from lora_trainer.models.family import Family
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
@@ -43,12 +37,20 @@ from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
 from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
-from lora_trainer.run.session import Session
 from lora_trainer.training.build import trained_process
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
-from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import StepContext
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.evaluation.evidence import RealImages
+    from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.models.family import Family
+    from lora_trainer.run.session import Session
+    from lora_trainer.training.state import TrainState
+    from lora_trainer.training.step import StepContext
 
 WEIGHTS = "weights"  # the folder of exported LoRA files that are never deleted
 ENDS = ("", "_low", "_high")  # of a part's score, in trackers

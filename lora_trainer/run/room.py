@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.disk import Patience, free_bytes, size_words
 from lora_trainer.core.errors import Problem
 from lora_trainer.run.file_sizes import StepSpan, highest_bytes
-from lora_trainer.run.order import Order
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, resume_hint
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.run.order import Order
 
 SCARCE = 1.2  # times what is needed: below that it is said
 

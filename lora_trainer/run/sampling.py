@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.data.captions import TRIGGER
-from lora_trainer.data.sample import Sample
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.tracker_kinds.interface import ShownImage
 from lora_trainer.report.record import BEFORE_AFTER
-from lora_trainer.run.inputs import Inputs
 
 if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
     from lora_trainer.evaluation.recipe import Drawing, ImageRequest
+    from lora_trainer.models.family import Family, ModelFacts
+    from lora_trainer.run.inputs import Inputs
     from lora_trainer.run.session import Session
 
 BUILT_IN = "built-in"

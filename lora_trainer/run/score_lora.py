@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import BucketPlan, plan_plain
-from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
-from lora_trainer.models.vision_encoder import EncoderFolder
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, measured_among, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.models.vision_encoder import EncoderFolder
 
 Say = Callable[[str], None]
 

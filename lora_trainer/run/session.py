@@ -6,10 +6,9 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 from lora_trainer.config.schema import Config, TrainSection
 from lora_trainer.config.toml import shown
@@ -18,8 +17,6 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus
 from lora_trainer.core.launch import cpu_requested
 from lora_trainer.data.caches.upkeep import keep_limit
-from lora_trainer.data.loader import CachedData
-from lora_trainer.data.steps import StepArithmetic
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
@@ -29,13 +26,19 @@ from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.messages import refuse_without_validation
-from lora_trainer.run.order import Order
 from lora_trainer.run.start import find_start, fixed_settings
-from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.network_weights import check_lora_files
-from lora_trainer.training.processes import Processes
-from lora_trainer.training.step import StepContext
 from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.data.loader import CachedData
+    from lora_trainer.data.steps import StepArithmetic
+    from lora_trainer.run.order import Order
+    from lora_trainer.training.checkpoints.checkpoint import Checkpoint
+    from lora_trainer.training.processes import Processes
+    from lora_trainer.training.step import StepContext
 
 UNEVEN_PRODUCTS = (
     "warning: matrix products of this process round by the memory address of their operands, so results differ in "

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.resuming import CHANGE_TEXTS, FIXED, SHOWN_BY
-from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml, shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import sha256_file
@@ -20,11 +17,16 @@ from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.read import mapping, sequence
 from lora_trainer.report.record import step_files
 from lora_trainer.run.changed_data import changed_images
-from lora_trainer.run.choices import Choices
 from lora_trainer.run.class_images import class_prompts, class_source
 from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
 from lora_trainer.training.checkpoints.checkpoint import WEIGHTS_ONLY, Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.run.choices import Choices
 
 TRAINED_TEXTS = "trained text encoders"
 # LoRA files by what they hold, whatever their path; runs before these settings had none.

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
 from lora_trainer.core.errors import (
@@ -34,7 +33,6 @@ from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.read import checkpoints_in, keeps_state
@@ -70,7 +68,9 @@ from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.settings import refuse_guidance, refuse_unchecked, refuse_unmeasured, with_installed_libraries
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
+    from lora_trainer.config.layers import Resolved
     from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.models.family import Family, ModelFacts
     from lora_trainer.run.flow import Outcome
 
 

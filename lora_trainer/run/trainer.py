@@ -6,17 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.layers import Layer, Resolved, file_layer, flattened
 from lora_trainer.config.presets import AUTO, preset_layers
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import open_missing_streams
-from lora_trainer.dataset_check import DataReport
 from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.bases.find import on_stderr, silent
 from lora_trainer.run.inputs import read_architecture, read_data, read_model
@@ -24,6 +20,12 @@ from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.settings import go_offline, settle
 from lora_trainer.run.train import RunResult, train
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.dataset_check import DataReport
 
 Source = str | os.PathLike[str]
 

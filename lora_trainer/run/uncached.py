@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import memory_may_run_out
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.data.caches.filling import usual_workers
 from lora_trainer.data.fresh import Fresh
-from lora_trainer.data.images.pixels import EncodeImage
-from lora_trainer.data.sample import Sample
-from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View, turn_of
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.run.caching import in_halves
-from lora_trainer.run.choices import Choices
-from lora_trainer.run.inputs import Inputs
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.data.images.pixels import EncodeImage
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.steps import Ref
+    from lora_trainer.run.choices import Choices
+    from lora_trainer.run.inputs import Inputs
 
 WAITS = (0.0, 0.3, 1.0, 3.0, 10.0)  # seconds until an encoding that ran out of memory is tried again
 

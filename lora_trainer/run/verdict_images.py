@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor
@@ -18,11 +18,13 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.lora_check import plain_caption
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.shown_samples import ShownSample, open_decoder, to_image
-from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.models.memory.phases import phase_costs
 from lora_trainer.run.choices import usable_bytes
-from lora_trainer.run.inputs import Inputs
-from lora_trainer.run.session import Session
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.run.inputs import Inputs
+    from lora_trainer.run.session import Session
 
 FOLDER = "samples/verdict"  # in a run's
 SIDE, QUALITY = 512, 90  # pixels of the longest side; of WebP

@@ -11,21 +11,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.batch.executors.local import kept_families
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
-from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.inputs import Inputs, read_inputs
 from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow
 from lora_trainer.search.trials import SearchRun, TrialEnd, run_trials, trial_settings, values_layer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.data.sample import Sample
 
 FOLDER = "confirm"  # of the runs
 ARMS = ("best", "default")

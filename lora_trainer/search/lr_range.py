@@ -12,9 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, with_values
@@ -35,6 +33,9 @@ from lora_trainer.run.messages import announce
 from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.train import refuse_data, train
 from lora_trainer.training.steering import RegularValidation, Steering
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FILE = "lr.json"
 RUN = ".range-test"  # its folder, which is deleted at the end; no run of a user has this name

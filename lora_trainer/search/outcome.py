@@ -14,13 +14,14 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import read_json, write_json, write_text
 from lora_trainer.core.version import __version__
 from lora_trainer.report.read import mapping
-from lora_trainer.search.confirm import Confirmed
 from lora_trainer.search.space import describe
 from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow, best_trial, read_trials
 from lora_trainer.search.trials import TRIALS
 
 if TYPE_CHECKING:
     from optuna.study import Study
+
+    from lora_trainer.search.confirm import Confirmed
 
 DOCUMENT, PRESET = "search.json", "best.toml"
 FEWEST_FOR_IMPORTANCE = 4  # complete trials: with fewer the numbers are noise

@@ -10,10 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from lora_trainer.batch.executors.local import be_worker, kept_families, run_processes
-from lora_trainer.batch.folders import Shared
 from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened, with_values
@@ -26,7 +23,6 @@ from lora_trainer.core.intervals import FEWEST_VALUES, MOST_VALUES
 from lora_trainer.core.launch import launched
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family
 from lora_trainer.monitor.progress import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
@@ -76,6 +72,10 @@ from lora_trainer.search.trials import (
 if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import Trial
+    from rich.console import Console
+
+    from lora_trainer.batch.folders import Shared
+    from lora_trainer.models.family import Family
 
 SHARE_OF_FEW = 0.25  # of fewer images than a run splits by itself
 ENDING = "-search"  # of the default name

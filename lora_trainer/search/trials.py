@@ -16,8 +16,6 @@ from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, with_values
 from lora_trainer.core.errors import DONE, LORA_REFUSED, SIGNALED, UsageError
 from lora_trainer.core.interrupt import Stopped, stop_if_signalled
-from lora_trainer.data.sample import Sample
-from lora_trainer.models.family import Family
 from lora_trainer.monitor.console import Console
 from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import is_finished
@@ -31,6 +29,8 @@ from lora_trainer.training.steering import RegularValidation, Steering
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.models.family import Family
     from lora_trainer.training.run_group import Member
 
 TRIALS = "trials"  # the folder of their runs

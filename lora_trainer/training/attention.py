@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from lora_trainer.config.schema import Config
 from lora_trainer.models.attention.choose import AttentionChoice, choose_attention, fastest_attention
 from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
-from lora_trainer.models.family import Family
-from lora_trainer.training.denoiser_layout import Layout
-from lora_trainer.training.processes import Processes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family
+    from lora_trainer.training.denoiser_layout import Layout
+    from lora_trainer.training.processes import Processes
 
 ALIKE = ("sdpa", "flash", "math")  # can give the same bits each time (train.deterministic)
 TORCH_ALONE = ("auto", "sdpa", "math")  # on a CPU these do not depend on this run's sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,14 +12,11 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind, add_adap
 from lora_trainer.adapters.averages import make_average, shown_weights
 from lora_trainer.adapters.masters import make_adapter
 from lora_trainer.adapters.target_modules import target_modules
-from lora_trainer.config.schema import Config
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.base_loras import loras_line
-from lora_trainer.models.compiled import Compiled
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.offload import offload_note, offloaded
@@ -31,13 +29,18 @@ from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
 from lora_trainer.optim.random_updates import make_bf16_step, make_gradient_noise
 from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
-from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.layer_options import layer_option_notes, limit_timestep_ranks, option_notes, with_loraplus
 from lora_trainer.training.network_weights import add_training_adapter, start_from_file
-from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import Built, Guard, StepContext
 from lora_trainer.training.texts import build_texts
 from lora_trainer.training.torch_settings import hardware_note, set_memory_order, try_convolutions
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.compiled import Compiled
+    from lora_trainer.models.family import Family, ModelFacts
+    from lora_trainer.training.denoiser_layout import Layout
+    from lora_trainer.training.processes import Processes
 
 
 def build_step_context(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.compilations import keep_compilations
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
 from lora_trainer.models.compiled import (
@@ -18,8 +16,14 @@ from lora_trainer.models.compiled import (
     is_compiler_error,
     why_not,
 )
-from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.step import OomDuringAllReduce, OomDuringUpdate
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.training.denoiser_layout import Layout
 
 WITHOUT = "training continues without compiling (compile.enabled=false does so from the start)"
 

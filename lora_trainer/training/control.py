@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import SafeguardsSection
-from lora_trainer.monitor.events import Kind
-from lora_trainer.training.state import Control
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import SafeguardsSection
+    from lora_trainer.monitor.events import Kind
+    from lora_trainer.training.state import Control
 
 JUDGED_EVERY = 10  # steps
 NEWEST = 0.02  # weight of the newest step in the means of losses and of gradients' norms

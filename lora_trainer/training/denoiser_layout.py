@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from lora_trainer.config.schema import Blocks, Precision
+    from lora_trainer.config.schema import Blocks, Precision
 
 QUANTIZED: tuple[Precision, ...] = ("fp8", "int8", "nf4")  # fewer bits than the computing precision
 

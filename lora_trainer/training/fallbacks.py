@@ -8,22 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
 from lora_trainer.core.errors import Problem, TrainingFailed, first_line, is_out_of_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.randomness import position_key
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.compiled import Compiled, compiler_message
 from lora_trainer.optim.schedules import momentum_at
 from lora_trainer.training.compiling import WITHOUT, can_retry_without_compiling, refuse_graph_break
 from lora_trainer.training.guard import with_guard
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import describe, grow, install, reduce_memory
 from lora_trainer.training.recovery import SMALLER_RUN, SMALLER_STATE, Rollback, WeightsLost, out_of_memory_error
-from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
-from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.step import (
     OomDuringAllReduce,
     OomDuringUpdate,
@@ -33,7 +30,13 @@ from lora_trainer.training.step import (
     changing_weights,
     train_step,
 )
-from lora_trainer.training.stopping import Stopping
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.run import Run
+    from lora_trainer.training.state import OomFallback, TrainState
+    from lora_trainer.training.stopping import Stopping
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from lora_trainer.config.schema import Config
 from lora_trainer.data.loader import CachedData, read_micro
 from lora_trainer.data.sample_counts import SampleCounts, count_trained
 from lora_trainer.data.steps import Ref, StepPlan, plan_steps, share, split_micros
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
-from lora_trainer.training.processes import Processes
-from lora_trainer.training.step import StepContext
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.training.processes import Processes
+    from lora_trainer.training.step import StepContext
 
 DECODED_AHEAD = 2  # steps
 

@@ -7,23 +7,25 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.models.memory.sharding import local_part
-from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import newest_valid, resume_hint, step_of
 from lora_trainer.training.checkpoints.save import save
 from lora_trainer.training.recovery import Rollback
-from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
-from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import StepContext, StepResult
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.monitor.events import Kind
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.run import Run
+    from lora_trainer.training.state import TrainState
+    from lora_trainer.training.step import StepContext, StepResult
 
 MOST_OVERFLOWS = 50  # steps in a row that fp16 may skip before the run fails
 SMALLEST_SCALE = 1.0  # of fp16's losses: below it gradients overflow even unscaled

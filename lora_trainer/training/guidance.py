@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.evaluation.validation_loss import Predict
+
+if TYPE_CHECKING:
+    from lora_trainer.evaluation.validation_loss import Predict
 
 PredictWith = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 

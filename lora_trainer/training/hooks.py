@@ -8,20 +8,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, first_line
 from lora_trainer.core.findings import counted
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.checkpoints.save import keep_weights, save, settle
 from lora_trainer.training.guard import check_weights_are_finite
-from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import agree_across_processes
-from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, is_due, is_regular
 from lora_trainer.training.state import TrainState
-from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.update_sizes import UpdateSizes
 from lora_trainer.training.validation import validate
+
+if TYPE_CHECKING:
+    from lora_trainer.training.metrics import Metrics
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.stopping import Stopping
 
 Hook = Callable[[TrainState], TrainState]  # the state after a step -> the state after the hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,14 +13,16 @@ from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options
 from lora_trainer.adapters.base import AS_USUAL, AdapterOptions
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.adapters.timestep_rank import TimestepRank
-from lora_trainer.config.schema import Config, LoraSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
-from lora_trainer.diffusion.process import Process
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.optim.layers import like
-from lora_trainer.optim.optimizers import Rates
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config, LoraSection
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.models.family import Family, ModelFacts
+    from lora_trainer.optim.optimizers import Rates
 
 PATTERNS = ("rank_pattern", "alpha_pattern", "dropout_pattern")
 MOST_SHOWN = 3  # layers that a problem names

@@ -6,22 +6,19 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.disk import stand_by
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError, first_line, is_out_of_memory
 from lora_trainer.core.interrupt import Interrupt, StepAborted, listening, remembering
 from lora_trainer.data.loader import prefetch
 from lora_trainer.monitor.profile_files import PREPARE
-from lora_trainer.monitor.progress import Watch
-from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.checkpoints.save import restore, save, take
 from lora_trainer.training.fallbacks import step_with_fallbacks
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.guard import with_settings
 from lora_trainer.training.hooks import make_hooks
 from lora_trainer.training.metrics import Metrics
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.oom_fallback import install
 from lora_trainer.training.recovery import Rollback, is_out_of_reach, roll_back, save_and_make_error
 from lora_trainer.training.reporter import Reporter
@@ -30,6 +27,12 @@ from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import abort_step
 from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.progress import Watch
+    from lora_trainer.monitor.trackers import Trackers
+    from lora_trainer.training.checkpoints.checkpoint import Checkpoint
+    from lora_trainer.training.micro_batch import MicroBatch
 
 READ_AHEAD = 4  # steps
 READING_FAILED = "Check the disk, and that other programs leave memory free."

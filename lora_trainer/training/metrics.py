@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.monitor.memory import peak_memory_gib
 from lora_trainer.monitor.progress import Phase, Progress
 from lora_trainer.training.control import after_step
 from lora_trainer.training.guard import by_loss, find_stop_reason, has_overflowed, not_finite, stop_or_roll_back
-from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
-from lora_trainer.training.state import TrainState
-from lora_trainer.training.step import StepResult
+
+if TYPE_CHECKING:
+    import torch
+
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.run import Run
+    from lora_trainer.training.state import TrainState
+    from lora_trainer.training.step import StepResult
 
 READ_EVERY = 10  # steps whose metrics may stay on a GPU
 

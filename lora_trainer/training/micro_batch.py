@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.config.schema import NoiseSection
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.core.randomness import position_uniform
-from lora_trainer.data.loader import Batch
 from lora_trainer.diffusion.noise import perturbed, position_noise, training_noise
-from lora_trainer.diffusion.process import Process
 from lora_trainer.diffusion.timesteps import drawn_timesteps
-from lora_trainer.models.family import Caption
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import NoiseSection
+    from lora_trainer.data.loader import Batch
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.models.family import Caption
 
 COPIED_AHEAD = 2**23  # bytes of a step; several steps are read ahead
 

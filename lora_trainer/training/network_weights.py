@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind, denoiser_options, text_options
-from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.target_modules import matching_modules, target_modules
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.loading import in_short, misfits_by_config
 from lora_trainer.export.updates import to_lora
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, W, adaptable_modules, module_name
 from lora_trainer.models.base_loras import add_frozen
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.frozen import empty_text_encoder
 from lora_trainer.models.lora_names import read_adapter, read_lora
 from lora_trainer.training.layer_options import pattern_problems
+
+if TYPE_CHECKING:
+    from lora_trainer.adapters.base import AdapterOptions
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family, ModelFacts
 
 
 def check_lora_files(config: Config, family: Family, facts: ModelFacts) -> None:

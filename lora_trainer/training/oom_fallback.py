@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from lora_trainer.models.compiled import WITH_GRAPHS
 from lora_trainer.models.memory.block_swap import swap_blocks, swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
-from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
-from lora_trainer.training.state import OomFallback, TrainState
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.run import Run
+    from lora_trainer.training.state import OomFallback, TrainState
 
 AGREE_EVERY = 10  # steps between two agreements of all processes
 

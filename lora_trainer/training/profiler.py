@@ -14,20 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
-from lora_trainer.config.schema import ProfileSection
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.gpu_rates import rate_of_gpu
 from lora_trainer.core.io import atomic_path, write_json, write_text
 from lora_trainer.monitor.device_rates import copy_rate, matmul_rate
 from lora_trainer.monitor.profile_files import PHASES, PROFILE
 from lora_trainer.training.stack_sampler import StackSampler
-from lora_trainer.training.state import TrainState
 from lora_trainer.training.step_phases import PhaseClock
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import ProfileSection
+    from lora_trainer.training.state import TrainState
 
 MOST_TRACE = 2**28  # bytes of a trace before it is compressed: what Perfetto opens in a browser without trouble
 MOST_ALLOCATIONS = 100_000  # of a memory snapshot, each with its Python stack

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UserError
-from lora_trainer.monitor.events import Kind
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, resume_hint
 from lora_trainer.training.checkpoints.save import forget_after, restore, returning_point, save_alone
 from lora_trainer.training.group import ProcessLost
-from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
-from lora_trainer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.events import Kind
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.run import Run
+    from lora_trainer.training.state import TrainState
 
 # Resolution, weight dtype and rank cannot change on resuming: they need a new run.
 SMALLER_RUN = (

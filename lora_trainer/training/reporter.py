@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.monitor.events import Event, Kind
-from lora_trainer.monitor.progress import Progress, Watch
-from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.monitor.watches import Watches
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.progress import Progress, Watch
+    from lora_trainer.monitor.trackers import Trackers
+    from lora_trainer.monitor.watches import Watches
 
 
 @dataclass(frozen=True)

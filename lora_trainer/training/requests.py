@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from lora_trainer.config.schema import SampleSection
 from lora_trainer.core.errors import Problem, UsageError, nearest
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import create_exclusively, read_json, write_json
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import SampleSection
 
 FOLDER, ANSWERED = "requests", "done"
 KINDS = ("save", "sample", "prompts")

@@ -6,26 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from lora_trainer.config.schema import Config
 from lora_trainer.evaluation.evidence import RealImages
-from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.idle import IdleSetup
 from lora_trainer.monitor.watches import Watches
 from lora_trainer.optim.schedules import scheduled_lr
-from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.checkpoints.writer import Writer
 from lora_trainer.training.control import is_stopped_early
-from lora_trainer.training.feed import Feed
-from lora_trainer.training.processes import Processes
-from lora_trainer.training.profiler import Profiler
 from lora_trainer.training.requests import Requests
-from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.steering import Steering
-from lora_trainer.training.step import StepContext
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_trainer.config.schema import Config
+    from lora_trainer.evaluation.validation_loss import ValidationLoss
+    from lora_trainer.training.checkpoints.scratch import Scratch
+    from lora_trainer.training.feed import Feed
+    from lora_trainer.training.processes import Processes
+    from lora_trainer.training.profiler import Profiler
+    from lora_trainer.training.state import OomFallback, TrainState
+    from lora_trainer.training.step import StepContext
 
 
 def keep_all(step: int) -> None:

@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.adapters.joined import JoinedBatch, adapted_layers, bare_copy, join_layers
 from lora_trainer.core.errors import first_line, is_out_of_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.interrupt import Interrupt, listening_alone
 from lora_trainer.core.taking_turns import Turns
-from lora_trainer.evaluation.loading import free_memory
-from lora_trainer.models.family import Family
 from lora_trainer.training.step import JoinedStep, StepContext
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family
 
 Inputs = tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor]  # noisy, t, cond, sizes; the first dimension of each is B
 Layout = tuple[str, ...]  # what must be equal of the bases of runs that share one

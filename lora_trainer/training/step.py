@@ -12,26 +12,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.adapters.averages import Average, Shown
-from lora_trainer.adapters.masters import Adapter
-from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import abort_if_late, no_more_aborting
-from lora_trainer.diffusion.loss import Loss
-from lora_trainer.diffusion.process import Process
-from lora_trainer.models.compiled import Compiled
-from lora_trainer.optim.clipping import Clip
 from lora_trainer.optim.optimizers import set_lr
-from lora_trainer.optim.random_updates import AddNoise, TakeStep
-from lora_trainer.training.guidance import GuidanceTarget
-from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.step_phases import PhaseRange
-from lora_trainer.training.texts import TrainedTexts
+
+if TYPE_CHECKING:
+    from lora_trainer.adapters.averages import Average, Shown
+    from lora_trainer.adapters.masters import Adapter
+    from lora_trainer.adapters.timestep_rank import TimestepRank
+    from lora_trainer.diffusion.loss import Loss
+    from lora_trainer.diffusion.process import Process
+    from lora_trainer.models.compiled import Compiled
+    from lora_trainer.optim.clipping import Clip
+    from lora_trainer.optim.random_updates import AddNoise, TakeStep
+    from lora_trainer.training.guidance import GuidanceTarget
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.step_phases import PhaseRange
+    from lora_trainer.training.texts import TrainedTexts
 
 # How an update whose loss or gradient is not finite is skipped: checked before the update, which waits for the GPU; by
 # the optimizer itself, on the device; or not at all, and the step is repeated once it is found.

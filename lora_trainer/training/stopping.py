@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import compress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.interrupt import (
     SIGNALS,
     Interrupt,
@@ -22,7 +22,10 @@ from lora_trainer.core.interrupt import (
 )
 from lora_trainer.training.requests import KINDS
 from lora_trainer.training.run import Run, is_finished, is_unvalidated
-from lora_trainer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.training.state import TrainState
 
 
 class Stopping:

@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind, add_adapter, text_options
 from lora_trainer.adapters.target_modules import matching_modules
-from lora_trainer.config.schema import Config
-from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.textual_inversion import add_learned_tokens, initial_embeddings
-from lora_trainer.optim.optimizers import Rates
 from lora_trainer.training.layer_options import layer_option_notes
 from lora_trainer.training.network_weights import start_from_file
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.optim.optimizers import Rates
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
 

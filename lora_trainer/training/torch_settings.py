@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from lora_trainer.config.schema import Config
 from lora_trainer.training.threads import Threads, choose_threads
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 FEW_SHAPES = 8  # of micro-batches: cuDNN benchmarks its algorithms for each
 FEWEST_CONVOLUTIONS = 8  # with overlapping windows: fewer are a transformer's patches

@@ -7,25 +7,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.core.interrupt import StepAborted
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.evaluation.tracking import tracked_line, tracked_numbers
 from lora_trainer.evaluation.validation_loss import ValidationLoss
-from lora_trainer.monitor.progress import Phase
 from lora_trainer.optim.schedules import warmup_length
 from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import Validated, after_validation, after_worse
 from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.recovery import out_of_memory_error, save_and_make_error
-from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.run import Run, lr_at
-from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.steering import RegularValidation
 from lora_trainer.training.stopping import any_aborted
+
+if TYPE_CHECKING:
+    from lora_trainer.monitor.progress import Phase
+    from lora_trainer.training.reporter import Reporter
+    from lora_trainer.training.state import OomFallback, TrainState
 
 VALIDATING: Phase = "validating"
 MOST_SAMPLES_AT_ONCE = 4

@@ -225,7 +225,7 @@ def try_cap(*, rehearse: bool) -> Rows:
 def measure_row(name: str, *, rehearse: bool) -> Rows:
     """A row of `bench table`. One that is capped and runs out of memory is a result: the plan was wrong."""
     from lora_trainer.benchmarks.trials.row import Asking, measured_row
-    from lora_trainer.evaluation.loading import free_memory
+    from lora_trainer.core.hardware import free_memory
     from lora_trainer.training.processes import join_processes
 
     (spec,) = [spec for spec in SPECS if spec.name == name]

@@ -30,7 +30,6 @@ from lora_trainer.importers import (
 )
 from lora_trainer.importers.imported import Imported, as_toml, finished, import_file
 from lora_trainer.importers.reading import KeyRule, Reading
-from write_import_docs import import_page
 
 FILES = Path(__file__).with_name("files")
 KINDS = {
@@ -317,10 +316,6 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["format"] == "SimpleTuner"
     assert len(document["keys"]) == sum(document["counts"].values())
     assert tomllib.loads(document["toml"])["lora"]["rank"] == document["settings"]["lora.rank"] == 32
-
-
-def test_the_page_of_all_keys_is_up_to_date(checkout: Path) -> None:
-    assert (checkout / "docs" / "import.md").read_text("utf-8") == import_page()
 
 
 NUMBERS = [0, 1, -1, 3, 0.5, 1e9, float("inf"), 10**30, -5.5, True, False, None]

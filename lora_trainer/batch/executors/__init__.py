@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from lora_trainer.batch.job_store import JobStore
 from lora_trainer.core.errors import Problem, UsageError, nearest
+
+if TYPE_CHECKING:
+    from lora_trainer.batch.job_store import JobStore
 
 
 @dataclass(frozen=True)

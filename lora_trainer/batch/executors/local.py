@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from lora_trainer.batch.executors import ExecutorOptions
 from lora_trainer.batch.job_store import WAIT_MINUTES, JobStore
 from lora_trainer.batch.stores import store_of
 from lora_trainer.batch.worker import SAFE, work
@@ -20,8 +19,11 @@ from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, Trainin
 from lora_trainer.core.hardware import available_cpus, visible_gpus
 from lora_trainer.core.interrupt import end_quickly, listening, signal_itself
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Family
 from lora_trainer.run.order import plain_console
+
+if TYPE_CHECKING:
+    from lora_trainer.batch.executors import ExecutorOptions
+    from lora_trainer.models.family import Family
 
 LOOK_EVERY_SECONDS = 2.0
 BETWEEN_LOOKS_SECONDS = 0.2

@@ -20,16 +20,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.batch.data_pack import DataPack, copied, files_of, pack
-from lora_trainer.batch.executors import ExecutorOptions
 from lora_trainer.batch.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
 from lora_trainer.batch.job_document import settings_of
-from lora_trainer.batch.job_store import JobStore, QueuedJob
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, gathering, nearest
 from lora_trainer.core.findings import counted
 from lora_trainer.core.imports import why_unusable
@@ -37,6 +32,13 @@ from lora_trainer.core.interrupt import code_of_signal
 from lora_trainer.core.version import __version__
 from lora_trainer.data.moved import data_below
 from lora_trainer.run.order import plain_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.batch.executors import ExecutorOptions
+    from lora_trainer.batch.job_store import JobStore, QueuedJob
+    from lora_trainer.config.layers import Resolved
 
 IS_SHARED, CONTINUES = True, False
 OPTIONS = {"address": "auto", "gpus": "auto", "cpus": "1", "data": "path", "store_gib": "8", "scratch": ""}

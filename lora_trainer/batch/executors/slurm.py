@@ -15,13 +15,16 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.batch.executors import ExecutorOptions
 from lora_trainer.batch.job_store import SILENT_SECONDS, JobStore, QueuedJob
 from lora_trainer.core.errors import SIGNALED, Problem, TrainingFailed, UsageError, UserError
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import listening
 from lora_trainer.run.order import plain_console
+
+if TYPE_CHECKING:
+    from lora_trainer.batch.executors import ExecutorOptions
 
 IS_SHARED = CONTINUES = True
 FOLDER = "jobs/.slurm"  # in the batch's folder: scripts and logs; no run has such a name

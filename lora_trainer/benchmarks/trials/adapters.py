@@ -34,11 +34,10 @@ from lora_trainer.benchmarks.trials.steps import changed
 from lora_trainer.benchmarks.versus import VersusRow, in_turn, rows_of
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.hardware import free_memory, package_versions
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.core.io import write_json
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, read_lines
 from lora_trainer.run.order import make_order, plain_console

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.trials.expected import model_of
 from lora_trainer.benchmarks.trials.steps import Counted
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.models.attention.kinds import KINDS, math
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of
-from lora_trainer.models.family import Architecture, Family
 from lora_trainer.run.choices import asked_by_user, choose_precision, computed_in
 from lora_trainer.run.inputs import trained_resolution
 from lora_trainer.training.processes import join_processes
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Architecture, Family
 
 STEPS = 10
 PLAIN = "math"  # every score written out: what the others are held against

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow, figure
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
@@ -13,12 +14,14 @@ from lora_trainer.benchmarks.trials.expected import Expected, expected_of, overh
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.steps import Steps, changed, own_way, take_steps
 from lora_trainer.core.errors import memory_may_run_out
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB, LARGEST_SHARE
 from lora_trainer.run.choices import gpu_gib
 from lora_trainer.run.find_micro import largest_that_fits, repeated
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import abort_step
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
 
 WARM_UP, STEPS = 3, 10
 MOST, MOST_ON_CPU = 256, 8

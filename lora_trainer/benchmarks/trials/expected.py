@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lora_trainer.benchmarks.subject import BenchSubject, thinned
-from lora_trainer.config.layers import Resolved
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, FRAGMENTATION, GIB, Demand, Parts, parts_of
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.family import Architecture, Family
 from lora_trainer.models.memory.block_swap import swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.run.plans.plan import architecture_of, make_demand
-from lora_trainer.training.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.models.family import Architecture, Family
+    from lora_trainer.training.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,12 +28,14 @@ from lora_trainer.benchmarks.trials.steps import (
     retries_of,
     take_steps,
 )
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, FRAGMENTATION, GIB
 from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.run.choices import gpu_gib
-from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.step import StepContext
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.step import StepContext
 
 WARM_UP, STEPS = 3, 10
 ABOUT = {

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.benchmarks.baseline import read_measurement
@@ -29,20 +29,21 @@ from lora_trainer.benchmarks.measures import (
     row_of,
     too_noisy,
 )
-from lora_trainer.benchmarks.own_loop import Way
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.adapters import settings_key
 from lora_trainer.benchmarks.trials.steps import changed, inputs_of, own_way
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.hardware import package_versions
+from lora_trainer.core.hardware import free_memory, package_versions
 from lora_trainer.core.io import write_json
 from lora_trainer.core.taking_turns import Turns
-from lora_trainer.evaluation.loading import free_memory
 from lora_trainer.models.memory.block_swap import BLOCK_SWAP
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run_group import Member, RunGroup
+
+if TYPE_CHECKING:
+    from lora_trainer.benchmarks.own_loop import Way
+    from lora_trainer.config.layers import Resolved
 
 BENCH, ALONE = "together", "alone"
 STEPS = 8

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.benchmarks import turns
 from lora_trainer.benchmarks.device import synchronize
-from lora_trainer.benchmarks.measures import RequestedMeasure
-from lora_trainer.benchmarks.own_loop import Way
 from lora_trainer.benchmarks.subject import BenchSubject, subject_as_asked, subject_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.specs import loss_difference
@@ -31,13 +30,17 @@ from lora_trainer.benchmarks.trials.steps import (
     retries_of,
     take_steps,
 )
-from lora_trainer.config.layers import Resolved
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.training.checkpoints.save import copy_barrier, save, take, write
-from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.processes import join_processes
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from lora_trainer.benchmarks.measures import RequestedMeasure
+    from lora_trainer.benchmarks.own_loop import Way
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.training.checkpoints.writer import Buffers
+    from lora_trainer.training.run import Run
 
 CPU = torch.device("cpu")
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen

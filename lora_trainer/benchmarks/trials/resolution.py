@@ -9,16 +9,19 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, TimedRow, figure
 from lora_trainer.benchmarks.subject import TINY, BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import expected_of, model_of
 from lora_trainer.benchmarks.trials.memory import on_cpu
 from lora_trainer.benchmarks.trials.steps import changed, inputs_of, own_way, take_steps
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
 
 WARM_UP, STEPS, TRAINED = 3, 10, 40
 SIDES = (512, 768, 1024)

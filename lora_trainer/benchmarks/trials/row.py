@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from lora_trainer.models.memory.block_swap import swappable_blocks
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks, checkpointed_blocks
 from lora_trainer.run.plans.plan import make_demand
 from lora_trainer.run.settings import settle
-from lora_trainer.training.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
 
 SIDES = ((64, 64), (56, 72), (72, 56), (48, 80), (80, 48), (40, 96), (96, 40), (52, 76))  # of 64: about one area each
 

@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lora_trainer.benchmarks.device import synchronize
 from lora_trainer.benchmarks.measures import tenths
-from lora_trainer.benchmarks.subject import BenchSubject
 from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
 from lora_trainer.config.toml import EMPTY
-from lora_trainer.evaluation.loading import free_memory
+from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.memory_plan.trace import Account
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, StepSettings, train_step
+
+if TYPE_CHECKING:
+    from lora_trainer.benchmarks.subject import BenchSubject
+    from lora_trainer.training.micro_batch import MicroBatch
 
 FIRST = 20  # steps whose losses are held against those of another way
 RATE = 1e-4  # large enough that the losses follow the weights

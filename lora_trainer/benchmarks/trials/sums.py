@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,10 @@ from lora_trainer.benchmarks.turns import timed_in_turn
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.core.quiet import quieten_libraries
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, all_gradients, spread
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
 
 CHILD = "lora_trainer.benchmarks.trials.sums"
 ACCUMULATED = {

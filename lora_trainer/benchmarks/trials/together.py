@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from lora_trainer.benchmarks.trials.steps import INPUTS, inputs_of, own_way, tak
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.core.quiet import quieten_libraries
-from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.processes import Processes, join_processes
-from lora_trainer.training.step import StepContext
+
+if TYPE_CHECKING:
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.step import StepContext
 
 WARM_UP = 3
 PART_OF = {"copy": "data", "all_reduce": "sum"} | dict.fromkeys(

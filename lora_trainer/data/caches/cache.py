@@ -16,21 +16,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.findings import counted
-from lora_trainer.data.buckets import Bucket
 from lora_trainer.data.caches.explained import changed, recall, remember
 from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
 from lora_trainer.data.caches.store import Shelf
 from lora_trainer.data.images.pixels import ShownView, encode_shown, read_controls, read_shown
 from lora_trainer.data.prompt_weights import WeightedText, spoken
-from lora_trainer.data.sample import ControlImage, Sample
-from lora_trainer.data.views import View
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from lora_trainer.data.buckets import Bucket
+    from lora_trainer.data.sample import ControlImage, Sample
+    from lora_trainer.data.views import View
 
 # Part of every key: change it when images are fitted to their bucket differently.
 TRANSFORM = "lanczos-cover-centre-1"

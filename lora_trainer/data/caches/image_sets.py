@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import atomic_path, read_json, sha256_file, write_json, write_text
 from lora_trainer.data.caches.ours import named
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SETS, RECIPE = "class_images", "class_images.json"
 KEY = re.compile(r"[0-9a-f]{64}")

@@ -15,12 +15,14 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.data.caches.ours import DAMAGE, SHARD, mark
 from lora_trainer.data.caches.shards import ENDING, DamagedError, ForeignError, Shard, layout_of, rows_of, write_shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS = ("latents", "texts", "features")
 MARK = ".damaged-"

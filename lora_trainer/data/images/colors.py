@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageChops
 
-from lora_trainer.data.sample import Colors
-
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from PIL.ImageCms import ImageCmsTransform
+
+    from lora_trainer.data.sample import Colors
 
 GRAY_MODES = ("1", "L", "LA", "F")  # and all that begin with I
 SAME_LEVELS = 2  # of 255; a profile that changes no color by more is one of sRGB: their makers rounded differently

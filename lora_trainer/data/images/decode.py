@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.data.images.measures import MASK_MEASURES, MEASURES, Seen, seen_broken, seen_from_json
 from lora_trainer.data.images.remembered import Remembered, remembered
 from lora_trainer.data.images.remote import is_pointer
 from lora_trainer.data.images.scan import REMOTE_SECONDS, lost, not_sent
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
-from lora_trainer.data.sample import Sample
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
 
 SECONDS = 60.0  # after which a decoder hangs, and one more for every PIXELS_A_SECOND
 PIXELS_A_SECOND = 1_000_000

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError, features
 from PIL.PngImagePlugin import PngImageFile
 
 from lora_trainer.data.images.colors import apply_transform, colors_of, conversion_of, scale_key
 from lora_trainer.data.images.remote import RemoteError
 from lora_trainer.data.images.spans import open_bytes
-from lora_trainer.data.sample import Colors, Span
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from lora_trainer.data.buckets import ResizeCrop
+    from lora_trainer.data.sample import Colors, Span
 
 JPEG_ENDINGS = (".jpg", ".jpeg", ".jfif", ".jpe", ".pjpeg", ".pjp")
 # What is read, wherever images come from. Others of Pillow's formats are rare, have no mark to be known by (TGA), or decoders

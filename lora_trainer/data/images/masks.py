@@ -6,13 +6,15 @@ The rule is the same for folders, tables, tars, the page's drawings and training
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from PIL import Image
 
 from lora_trainer.data.images.images import BrokenImageError, alpha_of, deep_levels, is_deep, load_image
-from lora_trainer.data.sample import Span
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Span
 
 # The finding of a mask. "ambiguous_mask": both its opacity and its colors could be meant. "photo_mask": it has the texture of
 # a photograph. "dark_mask": nothing is white.

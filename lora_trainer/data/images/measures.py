@@ -12,7 +12,7 @@ import functools
 import json
 import zlib
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from PIL import Image
 from lora_trainer.data.images.colors import colors_of
 from lora_trainer.data.images.images import TURNS, BrokenImageError, alpha_of, orientation_of, to_rgb
 from lora_trainer.data.images.masks import Doubt, doubt_of_mask, to_mask
-from lora_trainer.data.sample import Colors
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Colors
 
 MEASURES = 6  # kept results of another number are measured again
 MASK_MEASURES = 1002  # the same of masks: a file may be an image here and a mask there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from lora_trainer.data.images.masks import load_mask
 from lora_trainer.data.images.remote import RemoteError, unreachable
 from lora_trainer.data.images.render import render, render_mask
 from lora_trainer.data.images.spans import content_of
-from lora_trainer.data.sample import ControlImage, Sample, Span
-from lora_trainer.data.views import View
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import ControlImage, Sample, Span
+    from lora_trainer.data.views import View
 
 Read = TypeVar("Read")
 

@@ -13,10 +13,12 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.sample import Colors
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Colors
 
 NAME = "images.sqlite"
 LAYOUT = 3  # a file of a newer layout is put aside; of older ones, the measures are kept

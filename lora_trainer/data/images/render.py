@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 
 from lora_trainer.core.randomness import position_uniform
 from lora_trainer.data.images.images import cut_out
-from lora_trainer.data.views import View
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lora_trainer.data.views import View
 
 # Largest change to either side: of brightness, contrast and saturation as a factor, of hue as a share of the circle.
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.1, 0.1, 0.15, 0.015

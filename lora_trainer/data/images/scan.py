@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.images.images import BrokenImageError
@@ -19,7 +19,9 @@ from lora_trainer.data.images.measures import MEASURES
 from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered, stamp_of
 from lora_trainer.data.images.remote import RemoteError, is_pointer, unreachable
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
-from lora_trainer.data.sample import Span
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Span
 
 KEEP_AT_ONCE = 4000  # headers written together
 HEADER_SECONDS = 30.0

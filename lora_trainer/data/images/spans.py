@@ -7,9 +7,12 @@ import io
 import os
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.data.images.remote import is_pointer, open_remote
-from lora_trainer.data.sample import Span
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sample import Span
 
 READ_WHOLE = 2**24  # bytes; what is larger is read piece by piece, and twice: for its header and for its hash
 

@@ -7,14 +7,16 @@ import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lora_trainer.core.bounded import TextError, decode, read_bounded
 from lora_trainer.core.findings import Finding, Severity
-from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.names import IMAGE_ENDING_SET, NamedImages, ending_of, is_image, stem_of
 from lora_trainer.data.sources.rows import Caption, description_of
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.found import SourceReading, SourceRequest
 
 CAPTION_ENDINGS = (".txt", ".caption")
 JSON_ENDING = ".json"

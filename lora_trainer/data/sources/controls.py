@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.data.buckets import has_other_shape
 from lora_trainer.data.images.images import BrokenImageError
-from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.sample import ControlImage, Sample, Span
-from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.pairs import find_partners
 from lora_trainer.data.sources.places import control_place
+
+if TYPE_CHECKING:
+    from lora_trainer.data.images.jobs import Facts
+    from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 
 FIX = "Add it, or remove the image."
 

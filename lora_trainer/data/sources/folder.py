@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.findings import counted
 from lora_trainer.data.images.images import IMAGE_ENDINGS
 from lora_trainer.data.sources.beside import TextFiles, read_beside, reader_of, texts_beside
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.layout import kohya_folders, without_side_folders
-from lora_trainer.data.sources.listing import Listing
 from lora_trainer.data.sources.metadata import METADATA_NAMES, FilesBelow, controls_in, key_of, read_metadata
 from lora_trainer.data.sources.names import (
     CONDITION_LABEL,
@@ -26,6 +26,9 @@ from lora_trainer.data.sources.names import (
     stem_of,
 )
 from lora_trainer.data.sources.rows import SourceRow
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.listing import Listing
 
 # Images that other programs write and that are not read here: rare formats, and those whose decoders are attacked most.
 FOREIGN_IMAGES = frozenset(

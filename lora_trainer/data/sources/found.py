@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import Finding, Severity, printable
 from lora_trainer.data.images.remote import is_url, shown_url
-from lora_trainer.data.sample import ControlImage, Mask, Span
 from lora_trainer.data.sources.rows import Caption, TableColumns
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CaptionsSection, SourceSection
+    from lora_trainer.data.sample import ControlImage, Mask, Span
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.findings import counted
-from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.names import folded, stem_of
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 
 KOHYA_FOLDER = re.compile(r"(0|[1-9]\d*)_(.*)")
 NUMBERED_FOLDER = re.compile(r"\d+_")

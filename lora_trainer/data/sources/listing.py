@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.data.sources.found import SourceReading
 from lora_trainer.data.sources.names import is_image
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.found import SourceReading
 
 ICLOUD_ENDING = ".icloud"  # of what macOS leaves in place of a file: `.cat.jpg.icloud`
 

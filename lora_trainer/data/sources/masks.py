@@ -6,12 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.data.buckets import has_other_shape
 from lora_trainer.data.sample import Mask, Sample
-from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.names import MASK_LABEL
 from lora_trainer.data.sources.pairs import find_partners
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 
 ALPHA = "alpha"
 

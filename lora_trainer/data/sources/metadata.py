@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.bounded import TextError
 from lora_trainer.core.findings import Severity, counted
 from lora_trainer.data.sample import ControlImage
-from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
 from lora_trainer.data.sources.rows import READERS, SourceRow, Table, TableColumns, read_table
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 
 CUT = FOLDED + 1  # a name without its ending is behind all that are whole
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")

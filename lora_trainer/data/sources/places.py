@@ -7,12 +7,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.data.images.remote import is_url, shown_place
 from lora_trainer.data.sources.found import SourceReading, SourceRequest
 from lora_trainer.data.sources.remote import MOST_INDEX_BYTES, names_in, remote_places, shards_named_by
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import SourceSection
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d{1,12})\.\.(\d{1,12})")

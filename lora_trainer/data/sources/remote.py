@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from lora_trainer.core.bounded import TextError, decode, read_json_object
@@ -36,8 +36,10 @@ from lora_trainer.data.images.remote import (
 )
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS
-from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.tar import TarListing, images_of, list_tar
+
+if TYPE_CHECKING:
+    from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 
 FOLDER = "remote"  # in the user's cache folder
 LAYOUT = 1  # of the listings

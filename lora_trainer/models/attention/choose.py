@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.attention.probe import probe, race
-from lora_trainer.models.attention.shapes import AttentionShape
+
+if TYPE_CHECKING:
+    from lora_trainer.models.attention.shapes import AttentionShape
 
 TIMED = 5  # times each attention runs before the fastest is taken
 

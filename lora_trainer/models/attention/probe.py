@@ -8,7 +8,7 @@ from importlib import metadata
 from itertools import pairwise
 from math import inf, isnan, nan
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from lora_trainer.core.errors import is_out_of_memory
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.models.attention.kinds import KINDS, math
 from lora_trainer.models.attention.packages import DISTRIBUTIONS, FROM, MODULES
-from lora_trainer.models.attention.shapes import AttentionShape
+
+if TYPE_CHECKING:
+    from lora_trainer.models.attention.shapes import AttentionShape
 
 TF32_STEP = 2.0**-10  # to the next number after 1, in what fp32 products may be computed in on a GPU
 STEPS_OFF = 8  # of the right values' norm, in steps of the precision

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lora_trainer.config.schema import CheckpointingMode
 from lora_trainer.models.memory.recompute import recomputing
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CheckpointingMode
 
 FLAG = "gradient_checkpointing"
 

@@ -13,13 +13,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Blocks
 from lora_trainer.core.findings import counted
-from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import places_of_weights, shapes_of_weights
 from lora_trainer.models.places import stored_weights
 from lora_trainer.models.published import read_published
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Blocks
+    from lora_trainer.models.family import ModelFacts
 
 FRAGMENTATION = 1.05  # of memory that is allocated and freed
 PREDICTED_AT_ONCE = 2  # rows of a prediction: with and without the prompt, or two of the gate's forward passes

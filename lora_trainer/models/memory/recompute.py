@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lora_trainer.config.schema import CheckpointingMode
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import CheckpointingMode
 
 # A matmul's result is kept where each of its numbers took so many multiplications: the base layer's are, the adapter's,
 # as wide as the rank, are not, and neither are attention scores where attention is computed by matmuls. Nor are int8

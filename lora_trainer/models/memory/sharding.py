@@ -10,13 +10,15 @@ Every process must take the same passes through the model: each gathers its bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.schema import FsdpStrategy
 from lora_trainer.models.memory.block_swap import swappable_blocks
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import FsdpStrategy
 
 MIB = 2**20
 

@@ -10,14 +10,17 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.models.places import Place
 from lora_trainer.models.quantization.eight_bits import SCALE
-from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.models.quantization.stored_forms import USUAL, WeightReader
+
+if TYPE_CHECKING:
+    from lora_trainer.models.places import Place
+    from lora_trainer.models.quantization.store import Narrow
 
 KEPT_AS = {"F8_E4M3": torch.uint8, "I8": torch.int8}  # what layers of 8 bits hold of a file's form
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.schema import Precision
 from lora_trainer.models.quantization import eight_bits, four_bits
 from lora_trainer.models.quantization.eight_bits import SCALE, narrow_to_8_bits
 from lora_trainer.models.quantization.four_bits import Linear4, narrow_to_4_bits
 from lora_trainer.models.quantization.int8_products import LEAST_ROWS, LinearProduct, multiply_in_int8, why_not
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Precision
 
 LEAST_CHANNELS = 16
 COMPUTED_IN = "compute_dtype"  # peft's name: the dtype of an adapter on a quantized layer

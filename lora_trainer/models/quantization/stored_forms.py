@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch import Tensor
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.gguf_file import BLOCKS, read_gguf_header
 from lora_trainer.core.tensorfile import is_gguf
-from lora_trainer.models.places import Place
+
+if TYPE_CHECKING:
+    from lora_trainer.models.places import Place
 
 READ_AT_ONCE = (
     64 << 20

@@ -8,14 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.tensorfile import METADATA, is_gguf
-from lora_trainer.export.layout import Layout, Rule
 from lora_trainer.models.folder import UNQUANTISED, how_quantized
 from lora_trainer.models.places import Place, Scaled
 from lora_trainer.models.single.scaled import scaled_weights
+
+if TYPE_CHECKING:
+    from lora_trainer.export.layout import Layout, Rule
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 COUNTED = re.compile(r"\d{1,3}(?=\.)", re.ASCII)  # no model has a thousand layers

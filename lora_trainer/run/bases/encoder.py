@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.folder import without_weights
 from lora_trainer.models.vision_encoder import SETTING, EncoderFolder, check_vision_encoder
 from lora_trainer.run.bases.find import on_stderr
 from lora_trainer.run.bases.hub_files import ENCODER
 from lora_trainer.run.bases.names import as_hub_part, local_path, page_of_the_web
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 
 def find_encoder(

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import BASE_FOLDER
-from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.gguf_file import PACKED_TYPES, read_gguf_header
@@ -27,6 +27,9 @@ from lora_trainer.core.tensorfile import METADATA, is_gguf
 from lora_trainer.models.folder import EXPECTED, INDEX, MODULAR_INDEX, index_path, without_weights
 from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema.inputs import ModelSection
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 

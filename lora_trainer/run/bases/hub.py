@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from lora_trainer.core.bounded import TextError, read_json_object
@@ -37,7 +37,9 @@ from lora_trainer.run.bases.hub_refusals import (
     no_such_file,
     not_here,
 )
-from lora_trainer.run.bases.names import HubModel
+
+if TYPE_CHECKING:
+    from lora_trainer.run.bases.names import HubModel
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISION = re.compile(r"\w[\w./-]{0,200}", re.ASCII)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.disk import FULL
 from lora_trainer.core.errors import Problem, UsageError, first_line
 from lora_trainer.models.folder import INDEX
 from lora_trainer.run.bases.hub_files import ENCODER, PICKLES, HubFiles, single_checkpoints
-from lora_trainer.run.bases.names import HubModel
+
+if TYPE_CHECKING:
+    from lora_trainer.run.bases.names import HubModel
 
 TRY_AGAIN = "Run the same command again: the download resumes."
 

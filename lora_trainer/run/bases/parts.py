@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
@@ -16,6 +15,7 @@ from lora_trainer.run.bases.hub_files import choose_parts, files_in, parts_of
 from lora_trainer.run.bases.names import as_hub_part, local_path, page_of_the_web
 
 if TYPE_CHECKING:  # every command imports this file; it is needed for checkpoints only
+    from lora_trainer.config.schema.inputs import ModelSection
     from lora_trainer.models.single.recognize import SingleFile
 
 

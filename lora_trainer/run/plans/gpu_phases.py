@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, Demand, MemoryPlan, usable_gib
-from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.memory.phases import (
     caching_bytes,
     costs_of,
@@ -16,6 +15,9 @@ from lora_trainer.models.memory.phases import (
     place_drawing,
     place_gate,
 )
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import ModelFacts
 
 WIDE = ("bf16", "fp16", "fp32")
 ENCODED_IN = 4  # bytes of a value: fp32

@@ -7,10 +7,10 @@ which are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lora_trainer.memory_plan.estimate import GIB, Demand, MemoryPlan
 from lora_trainer.memory_plan.host import host_of
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.memory.phases import (
     FRAGMENTATION,
     PhaseCosts,
@@ -24,6 +24,9 @@ from lora_trainer.models.memory.phases import (
     prediction_bytes,
     widened_in_turn,
 )
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import Family, ModelFacts
 
 FP32 = 4  # bytes of a value: what encoders compute in
 NAMES = {"fp32": "F32", "fp16": "F16"}  # of precisions in files; all others compute in BF16

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS, denoiser_options
 from lora_trainer.config.contradictions import from_user
-from lora_trainer.config.layers import Resolved
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.gpu_rates import least_seconds
@@ -63,6 +61,10 @@ from lora_trainer.run.plans.host_phases import host_phases
 from lora_trainer.run.plans.texts import text_sizes
 from lora_trainer.run.plans.what_if import Bought, what_settings_buy
 from lora_trainer.run.reading import reading
+
+if TYPE_CHECKING:
+    from lora_trainer.config.layers import Resolved
+    from lora_trainer.config.schema import Config
 
 DECIDED = ("micro_batch_size", "gradient_checkpointing", "weight_dtype", "blocks_to_swap")
 WORTH_FREEING_GIB = 0.1

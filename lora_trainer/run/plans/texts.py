@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
-from lora_trainer.models.family import Family, ModelFacts
 from lora_trainer.models.folder import named_parts, read_config
 from lora_trainer.models.memory.phases import costs_of, phase_costs
 from lora_trainer.models.memory.texts import NO_TEXTS, EncoderSize, TextSizes
 from lora_trainer.models.unet import CLIP_TOKENS
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
+    from lora_trainer.models.family import Family, ModelFacts
 
 OF_CLIP = ("num_hidden_layers", "hidden_size", "intermediate_size")
 OF_T5 = ("num_layers", "d_model", "d_ff", "num_heads", "d_kv")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.memory_plan.estimate import GIB, LARGEST_SHARE
 from lora_trainer.monitor.system import system_memory
-from lora_trainer.run.plans.plan import Plan
 from lora_trainer.run.printed import show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_trainer.run.plans.plan import Plan
 
 LEAST_HOST_GIB = 0.5
 WIDTH = 40  # characters of a bar that fills the GPU

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.memory_plan.estimate import Demand, MemoryPlan, Parts, fits, parts_of
-from lora_trainer.memory_plan.profiles import MemoryModel
+
+if TYPE_CHECKING:
+    from lora_trainer.memory_plan.profiles import MemoryModel
 
 STORED = ("bf16", "fp8", "int8", "nf4")
 SMALLER = 256  # pixels of a side

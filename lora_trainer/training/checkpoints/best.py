@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.checkpoints.checkpoint import NewerVersion, list_checkpoints, read_state, resume_hint
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def best_path(folder: Path, step: int) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,9 +33,11 @@ from lora_trainer.training.checkpoints.checkpoint import (
     write_checkpoint,
 )
 from lora_trainer.training.checkpoints.scratch import copy_best
-from lora_trainer.training.checkpoints.writer import Buffers
 from lora_trainer.training.run import Run, is_regular
-from lora_trainer.training.state import TrainState
+
+if TYPE_CHECKING:
+    from lora_trainer.training.checkpoints.writer import Buffers
+    from lora_trainer.training.state import TrainState
 
 KEPT_IN_ANY_CASE = 2  # of so many checkpoints, the default, a slow disk has older ones, and the loop waits for none
 

@@ -1,18 +1,12 @@
-"""Write `docs/import.md`, the tables of all keys that `lora-trainer import` knows, from the code.
-
-    python scripts/write_import_docs.py
-
-A test compares the file with what this writes.
-"""
+"""Write `docs/import.md`, the tables of all keys that `lora-trainer import` knows, from the code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.toml import shown
-from lora_trainer.core.io import write_text
 from lora_trainer.importers import (
     aitoolkit,
     diffusers_flags,
@@ -25,9 +19,11 @@ from lora_trainer.importers import (
     onetrainer_concepts,
     simpletuner,
 )
-from lora_trainer.importers.reading import KeyRule
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "import.md"
+if TYPE_CHECKING:
+    from lora_trainer.importers.reading import KeyRule
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "import.md"
 
 INTRODUCTION = """# Configs of other trainers
 
@@ -38,7 +34,7 @@ lora-trainer import kohya.toml --output cat.toml
 lora-trainer train --config cat.toml
 ```
 
-Written by `scripts/write_import_docs.py` from `lora_trainer/importers`; edit that, not this page.
+Written by `scripts/write_docs.py` from `lora_trainer/importers`; edit that, not this page.
 
 The command recognizes the kind of file by its content. It lists every key, in this order: unknown keys; keys whose
 meaning changes (how); defaults of the other trainer that differ from ours, written out so that the run is the same;
@@ -139,7 +135,3 @@ def _row(key: str, rule: KeyRule, default: Any) -> str:
     becomes = ", ".join(f"`{name}`" for name in rule.ours) or "–"
     why = rule.why if rule.verdict == "changed" else ""
     return f"| `{key}` | {becomes} | {why} | {'' if default is None else f'`{shown(default)}`'} |"
-
-
-if __name__ == "__main__":
-    write_text(PAGE, import_page())

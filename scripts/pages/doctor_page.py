@@ -1,19 +1,13 @@
-"""Write `docs/environment.md` from the table of variables, and the planted faults of `docs/doctor.md` from the tests.
-
-    python scripts/write_doctor_docs.py
-
-A test compares both files with what this writes.
-"""
+"""Write `docs/environment.md` from the table of variables, and the planted faults of `docs/doctor.md` from the tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from lora_trainer.core.io import write_text
 from lora_trainer.doctor.variables import environment_page
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 DOCTOR, ENVIRONMENT = CHECKOUT / "docs" / "doctor.md", CHECKOUT / "docs" / "environment.md"
 FAULTS = "## Planted faults\n"
 ABOUT_FAULTS = """
@@ -33,7 +27,7 @@ lora-trainer doctor
 lora-trainer's own. Settings of the config are better than variables where both exist: a run records its settings, not its
 environment.
 
-Written by `scripts/write_doctor_docs.py` from the table in `lora_trainer/doctor/variables.py`; edit that, not this page.
+Written by `scripts/write_docs.py` from the table in `lora_trainer/doctor/variables.py`; edit that, not this page.
 
 """
 
@@ -49,8 +43,3 @@ def doctor_document(current: str) -> str:
     from tests.doctor.planted import fault_table
 
     return f"{current.partition(FAULTS)[0]}{FAULTS}{ABOUT_FAULTS}{fault_table()}\n"
-
-
-if __name__ == "__main__":
-    write_text(ENVIRONMENT, environment_document())
-    write_text(DOCTOR, doctor_document(DOCTOR.read_text("utf-8")))

@@ -1,9 +1,4 @@
-"""Write `docs/config.md`, the table of every setting, from the config's schema.
-
-    python scripts/write_config_docs.py
-
-A test compares the file with what this writes.
-"""
+"""Write `docs/config.md`, the table of every setting, from the config's schema."""
 
 from __future__ import annotations
 
@@ -14,9 +9,8 @@ from lora_trainer.config.needs import needs_in_words
 from lora_trainer.config.schema import Config
 from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import shown
-from lora_trainer.core.io import write_text
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 
 INTRODUCTION = """# Every setting
 
@@ -26,7 +20,7 @@ This page lists every setting with its default, its limits and its meaning.
 lora-trainer train --preset 12gb --data ./images --set lora.rank=32 --explain
 ```
 
-Written by `scripts/write_config_docs.py` from `lora_trainer/config/schema/`; edit those files, not this one.
+Written by `scripts/write_docs.py` from `lora_trainer/config/schema/`; edit those files, not this one.
 
 Settings come in layers, and a later one wins: the defaults below, the model family's preset, `--preset`,
 [accelerate](several-gpus.md#options-of-accelerate-launch), `--config`, flags and `--set`. An unknown key, a value out of range or a wrong type is
@@ -119,7 +113,3 @@ def type_in_words(entry: dict[str, Any]) -> str:
 def _plain(limit: float) -> str:
     """`1` for 1.0."""
     return str(int(limit)) if float(limit).is_integer() else str(limit)
-
-
-if __name__ == "__main__":
-    write_text(PAGE, config_page())

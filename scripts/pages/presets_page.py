@@ -1,7 +1,4 @@
-"""Write the evidence of the presets' values into docs/presets.md, from the files in presets/.
-
-python scripts/write_preset_docs.py
-"""
+"""Write the evidence of the presets' values into docs/presets.md, from the files in presets/."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from pathlib import Path
 
 from lora_trainer.config.presets import BASES, FAMILIES, GOALS, TIERS, presets
 from lora_trainer.config.toml import shown
-from lora_trainer.core.io import write_text
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "presets.md"
 HEADING = "## Evidence"
 TITLES = {GOALS: "Training presets", TIERS: "VRAM presets", BASES: "Base presets", FAMILIES: "Family presets"}
 INTRODUCTION = f"""{HEADING}
@@ -25,7 +21,7 @@ Each value of a preset has its evidence, which `presets show` and `--explain` pr
 
 COUNTS
 
-A preset file keeps its evidence in the table `[evidence]`; `python scripts/write_preset_docs.py` writes this section from them.
+A preset file keeps its evidence in the table `[evidence]`; `python scripts/write_docs.py` writes this section from them.
 """
 
 
@@ -54,7 +50,3 @@ def evidence_section() -> str:
             "\n".join([f"### {title}", "| setting | value | presets | evidence |", "|---|---|---|---|", *lines, ""])
         )
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    write_text(PAGE, presets_page(PAGE.read_text("utf-8")))

@@ -1,9 +1,4 @@
-"""Write `docs/cli.md`, every command with its arguments and examples, from the parsers.
-
-    python scripts/write_cli_docs.py
-
-A test compares the file with what this writes.
-"""
+"""Write `docs/cli.md`, every command with its arguments and examples, from the parsers."""
 
 from __future__ import annotations
 
@@ -13,9 +8,8 @@ from pathlib import Path
 
 from lora_trainer.cli.arguments import Parser, add_debug_argument
 from lora_trainer.cli.main import COMMANDS, Command
-from lora_trainer.core.io import write_text
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 
 INTRODUCTION = """# Commands
 
@@ -25,7 +19,7 @@ This page lists every command with its arguments and examples, as `--help` shows
 lora-trainer train --help
 ```
 
-Written by `scripts/write_cli_docs.py` from the parsers in `lora_trainer/cli/`; edit those files, not this page. Every
+Written by `scripts/write_docs.py` from the parsers in `lora_trainer/cli/`; edit those files, not this page. Every
 command also has `--help`, and `--debug`, which shows the traceback of an error.
 """
 
@@ -75,7 +69,3 @@ def code(text: str) -> str:
 def cell(text: str) -> str:
     """Text in a table: a bar there would end its cell, and a bare <word> would be a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("%%", "%")
-
-
-if __name__ == "__main__":
-    write_text(PAGE, cli_page())
