@@ -100,6 +100,7 @@ NO_SETTINGS = (
     "lora.choice",
     "text_encoder.text_model",
     "model.diffusion_model",
+    "in_steps",  # of system.jsonl
 )
 # In code that is no text: `with run.writer`.
 NO_ADVICE = ("run.writer",)

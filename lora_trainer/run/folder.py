@@ -18,6 +18,7 @@ from lora_trainer.data.process_notes import OwnNote, ProcessNote, read_note
 from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import read_record
+from lora_trainer.run.changed_data import FILE as IMAGES
 from lora_trainer.run.inputs import data_sources
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
     if previous is not None:
         write_json(folder / RECORD, previous)
         return
-    for name in (RECORD, "config.toml", RESERVE):
+    for name in (RECORD, "config.toml", IMAGES, RESERVE):
         (folder / name).unlink(missing_ok=True)
     if set(os.listdir(folder)) <= set(LOCKS):
         with contextlib.suppress(OSError):  # Windows cannot delete a file that is locked

@@ -17,7 +17,7 @@ from lora_trainer.export.lora_file import write_lora
 from tests.export.tiny import facts, random_lora
 from tests.faults.disk import Mode, unavailable
 from tests.faults.ground import Ended, Forks
-from tests.faults.test_disk import FAULTS, KINDS, SAMPLE
+from tests.faults.test_disk import FAULTS, KINDS
 from tests.faults.tries import KILLS, Row, Tried, wrong_end
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
@@ -39,11 +39,7 @@ TOOLS = {
 }
 
 
-# Tools that write a folder and several files, with a fault for the quick suite.
-QUICK = {
-    "merge into a folder": Mode.KILL,
-    "resize with a learned token": Mode.CUT,
-}
+WARM = ("merge into a folder", "resize with a learned token")  # they import what all of them need
 
 
 @dataclass
@@ -58,7 +54,7 @@ class Tools(Forks):
         self.inputs = make_inputs(self.folder / "made")
         self.unchanged = contents(self.inputs)
         warm = self.new_place()
-        self.start([self.words(tool, self.new_place()) for tool in QUICK])
+        self.start([self.words(tool, self.new_place()) for tool in WARM])
         self.before = contents(warm / "out")
 
     def run_undisturbed(self, tool: str) -> None:
@@ -175,17 +171,4 @@ def test_every_operation_of_each_tool(mode: Mode, tools: Tools, tell: Callable[[
     for tool in TOOLS:
         for at in places(tools, tool, mode)[::STRIDE]:
             row.add(tools.try_at(tool, at, mode))
-    tell(row)
-
-
-def test_some_operations_of_some_tools(tools: Tools, tell: Callable[[Row], None]) -> None:
-    """A sample of the above: two tools with one fault at two operations, among them the last rename."""
-    row = Row("a fault in a tool for LoRA files", "a sample")
-    for tool, mode in QUICK.items():
-        chosen = places(tools, tool, mode)[:-1]
-        names = tools.operations[tool]
-        last = max(at for at in chosen if mode in KINDS or names[at].startswith("rename"))
-        for at in {chosen[len(chosen) // SAMPLE], last}:
-            row.add(tools.try_at(tool, at, mode))
-    assert row.tries > len(QUICK)
     tell(row)

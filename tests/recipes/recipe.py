@@ -79,8 +79,9 @@ class Bench:
         if "sample.prompts" in values:  # as many as it names
             del values["sample.count"]
         chosen = [part for key, value in values.items() if value != "None" for part in ("--set", f"{key}={value}")]
-        places = ["--model", str(self.model), "--data", str(self.data), "--output", str(self.output), "--name", name]
-        return [command, *places, "--max-steps", str(steps), *chosen, *extra]
+        inputs = ["--model", str(self.model), "--data", str(self.data)]
+        run = ["--output", str(self.output), "--name", name, "--max-steps", str(steps)] if command != "bench" else []
+        return [command, *inputs, *run, *chosen, *extra]
 
     def run(self, name: str, *extra: str, command: str = "train", steps: int = 6, **settings: object) -> int:
         return main(self.arguments(name, *extra, command=command, steps=steps, **settings))

@@ -18,7 +18,7 @@ SEEN = {"gpu_utilization": 0.91, "memory": 0.62, "cpu": 0.3, "system_memory": 0.
 
 
 def targets(folder: Path, **record: Any) -> dict[str, Target]:
-    (folder / "run.json").write_text(json.dumps({"name": "run", "status": "done", **record}))
+    (folder / "run.json").write_text(json.dumps({"name": "run", "status": "done", "config": {"run": {}}, **record}))
     rows = [{"step": step, "seconds": 1.0, "data_seconds": 0.02} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(folder)

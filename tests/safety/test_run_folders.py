@@ -63,7 +63,11 @@ def test_the_report_of_a_strangers_run_is_harmless(
         (folder / "samples" / name).write_text(json.dumps(recipe), encoding="utf-8")
     if os.name == "posix":  # links need rights on Windows
         (folder / "samples" / "step-000001_00_with.png").symlink_to("/etc/passwd")
-    assert main(["report", str(folder)]) == 0, capsys.readouterr().err
+    has_settings = isinstance(document["config"], dict)  # without them a record is damaged
+    assert main(["report", str(folder)]) == (0 if has_settings else 2), capsys.readouterr().err
+    if not has_settings:
+        assert not (folder / "report.html").exists()
+        return
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page
     assert "root:" not in page

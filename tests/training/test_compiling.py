@@ -161,6 +161,7 @@ def roundings_off(run: Run) -> float:
     return float((found - eager).norm()) / max(float((rounded - eager).norm()), unit * float(eager.norm()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "factor"), [("fp32", 1.0), ("bf16", 1.0), ("bf16", 1.2)])
 def test_traced_blocks_have_the_gradients_of_eager_ones(
     one_form: TinyPlace, monkeypatch: pytest.MonkeyPatch, precision: str, factor: float

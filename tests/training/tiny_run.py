@@ -37,7 +37,7 @@ from lora_trainer.run.choices import choose
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import arithmetic, own_architecture, read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
-from lora_trainer.run.session import open_session
+from lora_trainer.run.session import checked_start, open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
 from lora_trainer.training import metrics
@@ -79,6 +79,7 @@ class TinyPlace:
         order = Order(resolved, run_folder(resolved.config), plain_console(quiet=True))
         inputs = read_inputs(order.config)
         session = open_session(order, inputs)
+        checked_start(order, inputs, session.choices, session.steps)
         if processes is not None:
             choices = choose(resolved, inputs.family, own_architecture(inputs), processes.device, processes.world)
             counted = arithmetic(order.config, inputs.train, choices.micro, processes.world)

@@ -131,6 +131,7 @@ def test_commands_of_every_documented_fix_can_be_copied(checkout: Path) -> None:
         "pip install --force-reinstall torch",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130",
         "pip install -c constraints.txt -e .",
+        "pip install --upgrade xformers",
         "pip install 'diffusers==0.42.1'",
         "timedatectl set-ntp true",
         "ulimit -n 4096",
