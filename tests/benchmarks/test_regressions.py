@@ -174,6 +174,7 @@ def test_what_is_missing_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--only", "memory", "--baseline", str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_plans")
 def test_an_update_keeps_the_parts_that_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "base.json"

@@ -31,6 +31,7 @@ def test_right_on_drawn_images(scenes: list[Scene], drawn: list[Image.Image]) ->
     assert shares([judge(image) for image in drawn], scenes)["wholly right"] >= 0.99
 
 
+@pytest.mark.slow
 def test_at_chance_on_shuffled_captions(scenes: list[Scene], drawn: list[Image.Image]) -> None:
     shuffled = random.Random(12).sample(scenes, COUNT)
     found = shares([judge(image) for image in drawn], shuffled)

@@ -172,6 +172,7 @@ def test_trigger_words_and_default_captions_are_intended(good: Path) -> None:
     assert judged(of(good.rename(good.with_name("10_asdf")))).score == 1.0
 
 
+@pytest.mark.slow
 def test_images_downscaled_enough_are_sharp_and_have_no_blocks(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path, f"soft{number}", photo(640, 512, number).filter(ImageFilter.GaussianBlur(3)))

@@ -235,6 +235,7 @@ def test_real_limits_of_a_process(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+ errors, \d+ warnings?\. First: .+", lines[-1])
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     """Another torch is found first, and it lacks a library; settings and a folder are named, too."""
     (tmp_path / "torch").mkdir()

@@ -277,6 +277,7 @@ def test_splitting_rows_does_not_change_the_result() -> None:
         assert calls == rows
 
 
+@pytest.mark.slow
 def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path, base: Path) -> None:
     encoders_alive: list[weakref.ref[Encoders]] = []
 

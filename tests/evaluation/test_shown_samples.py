@@ -69,6 +69,7 @@ def test_few_images_are_decoded(check: str) -> None:
     assert decoded == {"full": 12, "lite": 4}[check]
 
 
+@pytest.mark.slow
 def test_samples_are_decoded_and_written_next_to_what_was_trained(tmp_path: Path) -> None:
     data = draw_images(tmp_path / "data", 4)
     inputs = read_inputs(resolve([Layer("test", {"data": {"sources": [{"path": str(data)}]}})]).config)

@@ -299,6 +299,7 @@ def test_the_cache_commands_show_and_prune_compiled_files(monkeypatch: pytest.Mo
     assert main(["cache", "prune", str(tmp_path / "compiled")]) == 2  # is no cache of entries
 
 
+@pytest.mark.slow
 def test_regions_are_given_sequences_in_order_on_a_cpu() -> None:
     """So the order of sizes compiles nothing new, except for images, where order matters."""
     model, plain = denoiser((8,)), denoiser((8,))

@@ -58,6 +58,7 @@ def test_text_is_encoded_as_diffusers_does(model):
     assert shapes == SDXL.text.cond_shapes(UNETS["sdxl"]) == {"embeds": (77, 56), "pooled": (16,)}
 
 
+@pytest.mark.slow
 def test_an_empty_negative_prompt_is_the_encoded_one_of_dropped_captions_not_zeros(model):
     """Images equal those of diffusers' pipeline with `force_zeros_for_empty_prompt` off, to 1/255."""
     empty = SDXL.load_encoders(model, torch.float32, CPU).encode_text([""])
@@ -141,6 +142,7 @@ def overflowing(model: Path, target: Path) -> Path:
     return other
 
 
+@pytest.mark.slow
 def test_a_vae_that_overflows_fp16_encodes_and_decodes_finite(model, tmp_path):
     other = overflowing(model, tmp_path)
     pixels = torch.rand(2, 3, 64, 64, generator=torch.manual_seed(0)) * 2 - 1

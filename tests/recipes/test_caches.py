@@ -140,6 +140,7 @@ def test_disk_space_is_not_required_for_entries_that_others_wrote(own, monkeypat
     assert own.run("second", command="cache") == 0
 
 
+@pytest.mark.slow
 def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
     former = write_entries(own.cache, "texts", ["ab" * 32], {"embeds": torch.zeros(1, 10_000)})
     os.utime(former, (1000, 1000))
@@ -150,6 +151,7 @@ def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
     assert "latent cache: 10 images, all cached" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_gpu_too_small_for_one_image_is_refused_before_encoders_are_loaded(own, capsys, monkeypatch):
     monkeypatch.setattr(caching, "usable_bytes", lambda config, device: 2**20)
     assert own.run("small", steps=1) == 2

@@ -36,6 +36,7 @@ def test_a_command_ends_with_the_same_code(closed: str) -> None:
     assert code_of(["presets", "show", "no-such-preset"], closed) == 2
 
 
+@pytest.mark.slow
 def test_what_a_command_prints_reaches_the_streams_that_are_open(tmp_path: Path) -> None:
     """Neither stream is taken for the other, nor for a file."""
     for closed, open_one in (("<&- 2>&-", "1"), ("<&- >&-", "2")):

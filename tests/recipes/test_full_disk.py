@@ -275,6 +275,7 @@ def test_a_run_without_its_record_is_resumed_from_its_checkpoints(bench, undistu
     assert_the_same(bench, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_folder_in_place_of_a_file_is_refused(bench, capsys):
     assert bench.run("run", **SETTINGS, steps=2) == 0
     rest = bench.folder("run") / "metrics.jsonl"

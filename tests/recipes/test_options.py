@@ -131,6 +131,7 @@ def test_prodigy_takes_a_factor_and_refuses_a_learning_rate(bench, capsys):
     assert any("becomes 1.0" in line for line in record(bench.folder("factor"))["choices"])
 
 
+@pytest.mark.slow
 def test_clipping_by_value_replaces_clipping_by_norm(bench, capsys):
     assert bench.run("both", optimizer__clip_value=0.5, optimizer__max_grad_norm=2.0) == 2
     assert "by value (optimizer.clip_value) or by norm, not both" in capsys.readouterr().err

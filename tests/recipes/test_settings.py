@@ -220,6 +220,7 @@ def test_a_full_lora_check_draws_and_measures_more(bench):
     assert found["full"][2] > found["lite"][2]
 
 
+@pytest.mark.slow
 def test_an_enforced_gate_needs_a_score(bench, capsys):
     assert bench.run("unmeasured", command="produce", gates__lora_check="off") == 2
     assert "Set gates.lora_check=lite or full, or gates.lora=0" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.config.schema import Config
-from lora_trainer.core import hardware
+from lora_trainer.core import hardware, imports
 from lora_trainer.core.errors import UsageError
 from lora_trainer.doctor.facts import TorchDevice
 from lora_trainer.doctor.this_run import describe_run
@@ -84,6 +84,7 @@ def test_a_run_and_a_plan_for_its_gpu_agree_on_what_nf4_needs(works, precision, 
         (tmp_path / "bitsandbytes.py").write_text(broken, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "bitsandbytes")
+        monkeypatch.setattr(imports, "_broken", {})
     chosen("sdxl", tier="12gb")
     assert not tried.exists()
     found = chosen("flux", tier="12gb")

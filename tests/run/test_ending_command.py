@@ -136,6 +136,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @posix
 def test_a_command_of_a_config_is_shown_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "theirs.toml"

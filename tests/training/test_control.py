@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -272,6 +273,7 @@ def test_a_plateau_shows_in_the_learning_rates_and_survives_a_stop(place: TinyPl
     assert numbers(broken) == numbers(straight)
 
 
+@pytest.mark.slow
 def test_a_loss_spike_clips_the_steps_after_it(place: TinyPlace):
     """`clip_scale` is a factor on `max_grad_norm`: the run trains as with the lower norm."""
     settings = {"optimizer__name": "lion", "optimizer__max_grad_norm": 1e-3}

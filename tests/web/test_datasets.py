@@ -81,7 +81,7 @@ class ReadingHere(dataset_index.IndexReading):
         try:
             write_index(self.request, lambda done, total: None)
         except UserError as error:
-            return {"problems": [(each.message, each.fix) for each in error.problems]}
+            return {"problems": [(each.code, each.message, each.fix) for each in error.problems]}
         return {"problems": []}
 
 

@@ -133,6 +133,7 @@ def test_the_header_shows_what_inspect_finds(tensors: Any, header: dict[str, str
         assert full["alphas"] == [facts.alpha]
 
 
+@pytest.mark.slow
 def test_a_thousand_files_are_listed_from_what_was_read_before(
     client: TestClient, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

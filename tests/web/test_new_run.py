@@ -165,6 +165,7 @@ def test_a_process_is_known_by_its_number_and_start(tmp_path: Path) -> None:
         stop_process(os.getpid(), again.created)
 
 
+@pytest.mark.slow
 def test_what_a_run_was_asked_to_be_is_kept_for_the_next(
     client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

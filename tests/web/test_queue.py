@@ -134,6 +134,7 @@ def test_the_jobs_of_several_machines_are_left_to_them(client: TestClient, tmp_p
     assert "several machines" in problems_of(answer.json())[0]
 
 
+@pytest.mark.slow
 def test_workers_are_started_on_their_gpus_and_stopped(
     client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def _reading_here(monkeypatch: pytest.MonkeyPatch) -> None:
             try:
                 write_index(self.request, lambda done, total: None)
             except UserError as error:
-                return {"problems": [(each.message, each.fix) for each in error.problems]}
+                return {"problems": [(each.code, each.message, each.fix) for each in error.problems]}
             return {"problems": []}
 
     monkeypatch.setattr(dataset_index, "IndexReading", Here)

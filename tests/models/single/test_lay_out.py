@@ -226,6 +226,7 @@ def test_a_missing_weight_is_named_with_its_file(tmp_path: Path, monkeypatch: py
         lay_out(write(tensors, file))
 
 
+@pytest.mark.slow
 @pytest.mark.exact
 def test_a_quantized_text_encoder_counts_as_missing_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
