@@ -232,7 +232,7 @@ def _of_other_trainers(word: str) -> tuple[str | None, str]:
     for key in dict.fromkeys((word, word.replace(".", "_"))):
         for known in rules():
             if rule := known.get(key):
-                return (rule.ours[0], "") if rule.ours else (None, f"Remove it: {rule.why}.")
+                return (rule.ours[0], "") if rule.ours else (None, f"It has no use here ({rule.why}): remove it.")
     section, dot, key = word.partition(".")
     own = dot and section in section_types() and section not in ("train", "lora", "model")
     inside = (rule.ours[0] for known in rules() if (rule := known.get(key)) and rule.ours)

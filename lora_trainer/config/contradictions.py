@@ -583,7 +583,7 @@ def idle_lengths(settings: Settings, notes: list[str]) -> list[Problem]:
         if BELOW_FLAGS.fullmatch(settings.origin[name]):
             notes.append(message)
         elif is_asked_for(settings.origin, name, [cause]):
-            problems.append(Problem("settings_contradict", f"{message}.", f"Remove {name}, or {cause}."))
+            problems.append(Problem("setting_has_no_effect", f"{message}.", f"Remove {name}, or {cause}."))
     return problems
 
 

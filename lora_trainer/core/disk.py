@@ -149,7 +149,8 @@ def _sleep(patience: Patience, what: str, message: str, error: Exception, began:
         if now - began >= patience.minutes * 60.0 or patience.is_over:
             patience.is_over = True
             fix = f"{patience.safe()} {what_helps(error)}, then {patience.then}.".strip()
-            raise TrainingFailed(Problem("disk_full", patience.first or message, fix)) from error
+            kind = "disk_full" if refusal(error) in FULL else "disk_refuses"
+            raise TrainingFailed(Problem(kind, patience.first or message, fix)) from error
         try:
             if (code := patience.stop_code()) is not None:
                 raise Stopped(code)

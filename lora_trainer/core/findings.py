@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 from lora_trainer.core.terminal import is_terminal
 
 NARROWEST = 30  # columns
-LONGEST_WORD, LONGEST_LINE = 400, 8000  # letters of what is shown; a file's name has at most 255
+LONGEST_WORD, SHOWN_OF_WORD, LONGEST_LINE = 4096, 100, 8000  # letters of what is shown; a path has at most so many
 ENDLESS_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 Severity = Literal["error", "warning", "note"]
 
@@ -31,7 +31,7 @@ def cut(line: str) -> str:
     """A line without the rest of endless words, and without its own rest."""
     if len(line) <= LONGEST_WORD:
         return line
-    line = ENDLESS_WORD.sub(lambda word: f"{word[0][: LONGEST_WORD // 4]}… ({len(word[0]):,} letters)", line)
+    line = ENDLESS_WORD.sub(lambda word: f"{word[0][:SHOWN_OF_WORD]}… ({len(word[0]):,} letters)", line)
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}… ({len(line):,} letters)"
 
 

@@ -203,6 +203,7 @@ def _fitted(reading: Reading) -> Config:
             value = reading.settings.pop(name)
             why = "; ".join(problem.message for problem in problems)
             reading.lines.append(Line(reading.origin.pop(name), value, "changed", {}, f"skipped: {why}"))
+    _without_idle_regularization(reading)
     for name, _, reason in without_idle_captions(reading.settings):
         reading.origin.setdefault(name, reason)
     for _ in range(len(reading.settings)):
@@ -224,6 +225,18 @@ def _fitted(reading: Reading) -> Config:
                 reading.settings[clash.name], reading.origin[clash.name] = clash.value, clash.reason
             reading.lines.append(Line(key, old, "changed", {clash.name: clash.value}, clash.reason))
     return resolve([Layer(str(reading.path), nested(reading.settings))]).config
+
+
+def _without_idle_regularization(reading: Reading) -> None:
+    """Leave out regularization images whose loss counts nothing, as they train nothing in the other program."""
+    weight, sources = "loss.prior_loss_weight", reading.settings.get(SOURCES, ())
+    trained = [source for source in sources if not (isinstance(source, Mapping) and source.get("is_reg"))]
+    if reading.settings.get(weight) != 0.0 or len(trained) == len(sources):
+        return
+    reading.settings[SOURCES] = trained
+    value, key = reading.settings.pop(weight), reading.origin.pop(weight, weight)
+    why = "regularization images whose loss counts nothing are left out"
+    reading.lines.append(Line(key, value, "changed", {}, why))
 
 
 def _no_bucket_above_the_square(reading: Reading) -> None:

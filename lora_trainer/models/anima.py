@@ -125,7 +125,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
     refuse_clip_options("Anima", options)
     if (options.t5_tokens or 0) > TOKENS:
         message = f"text_encoder.max_sequence_length={options.t5_tokens}: Anima reads at most {TOKENS} tokens."
-        raise UsageError(Problem("captions_too_long", message, f"Set {TOKENS} or less."))
+        raise UsageError(Problem("value_out_of_range", message, f"Set {TOKENS} or less."))
 
 
 def load_texts(folder: Path, dtype: torch.dtype | None, device: torch.device, _: Collection[str] = (), /) -> TextParts:

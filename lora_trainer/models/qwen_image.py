@@ -156,7 +156,7 @@ def check_text(folder: Path, options: TextOptions) -> None:
         message = (
             f"text_encoder.max_sequence_length={options.t5_tokens}: Qwen-Image reads at most {MOST_TOKENS} tokens."
         )
-        raise UsageError(Problem("captions_too_long", message, f"Set {MOST_TOKENS} or less."))
+        raise UsageError(Problem("value_out_of_range", message, f"Set {MOST_TOKENS} or less."))
 
 
 def prompted(cond: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None) -> dict[str, Any]:

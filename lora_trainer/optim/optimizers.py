@@ -158,7 +158,7 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     except Exception as error:  # an installed library that fails to load raises all kinds
         raise UsageError(
             Problem(
-                "library_broken",
+                "library_missing",
                 f"optimizer.name={wanted} needs {library}, which does not load ({error}).",
                 f"Run: pip install {library}. Or set optimizer.name=adamw.",
             )

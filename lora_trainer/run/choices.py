@@ -180,13 +180,15 @@ def choose_encoder_device(wanted: str | None, device: torch.device, gpus: Sequen
     message = f"hardware.text_encoder_device={wanted}"
     if world > 1:
         fix = "Remove the setting: each process encodes its share on its own GPU."
-        raise UsageError(Problem("second_gpu_unusable", f"{message}, and {world} processes would share that GPU.", fix))
+        raise UsageError(
+            Problem("encoder_device_unusable", f"{message}, and {world} processes would share that GPU.", fix)
+        )
     for gpu in others:
         if wanted == f"cuda:{gpu.index}":
             return Choice(wanted, f"{gpu.name}, {gpu.gib:.0f} GiB: {AS_SET}")
     known = ", ".join(f"cuda:{gpu.index}" for gpu in gpus)
     seen = f"this machine shows only {known}" if known else "this machine shows no GPU"
-    raise UsageError(Problem("second_gpu_unusable", f"{message}, and {seen}.", "Set it to auto, or remove it."))
+    raise UsageError(Problem("encoder_device_unusable", f"{message}, and {seen}.", "Set it to auto, or remove it."))
 
 
 def choose(

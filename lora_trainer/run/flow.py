@@ -321,7 +321,11 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
     if saved.scratch is not None and is_main:
         say, most = session.console.print, int(saved.scratch_limit_gb * 10**9)
         size = 3 * 4 * context.adapter.size  # of a checkpoint: fp32 weights, and AdamW's two moments
-        root = fastest_place(session.folder, size, say) if saved.scratch == "auto" else Path(saved.scratch).expanduser()
+        root = (
+            fastest_place(session.folder, size, most, say)
+            if saved.scratch == "auto"
+            else Path(saved.scratch).expanduser()
+        )
         scratch = None if root is None else Scratch(root, session.folder / "checkpoints", most, say)
 
     return Run(

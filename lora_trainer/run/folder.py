@@ -46,7 +46,9 @@ def claim(order: Order, *, only_looks: bool = False) -> dict[str, Any] | None:
     folder, record = order.folder, read_record(order.folder)
     wrong = [name for name in OWN if (folder / name).is_dir()]
     if wrong:
-        raise UsageError([Problem("output_exists", f"{folder / name} is a folder.", "Move it away.") for name in wrong])
+        raise UsageError(
+            [Problem("path_is_folder", f"{folder / name} is a folder.", "Move it away.") for name in wrong]
+        )
     if only_looks and holder_of(folder) is not None:
         raise UsageError(Problem("run_in_use", IS_LOCKED.format(folder=folder), ANOTHER_RUN))
     if not only_looks and (folder / LOCK).is_file() and is_main_process():

@@ -101,7 +101,7 @@ def with_installed_optimizer(resolved: Resolved) -> Resolved:
     package = spec.library.replace("_", "-")
     message, fix = f"{package} {reason or 'is not installed'}", f"pip install {package}, or set optimizer.name=adamw."
     if not spec.has_8_bit_state:
-        raise UsageError(Problem("setting_not_usable", f"{setting}={name}: {message}.", fix))
+        raise UsageError(Problem("library_missing", f"{setting}={name}: {message}.", fix))
     return with_lacking(resolved, [Yields(setting, "adamw", message, fix, f"{DEFAULT} ({message})")])
 
 

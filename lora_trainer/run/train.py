@@ -116,7 +116,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     announce(resolved.config, console)
     show_commands(resolved, console)
     found = claim(order, only_looks=dry_run)
-    lost = {} if found is None or not is_finished(found) else lost_files(order, found)
+    lost = {} if found is None or not is_finished(found) else lost_files(order, found, dry_run=dry_run)
     is_over = found is not None and is_finished(found) and not lost
     if found is not None and is_over and not asks_for_more(order, found):
         return nothing_to_do(order, found, dry_run=dry_run)
@@ -151,7 +151,7 @@ def show_dry_run(order: Order, inputs: Inputs, *, enforce_gates: bool, trains: b
         refuse_plan(order, plan, trains=trains)
 
 
-def lost_files(order: Order, record: Mapping[str, Any]) -> dict[str, str]:
+def lost_files(order: Order, record: Mapping[str, Any], *, dry_run: bool) -> dict[str, str]:
     """The LoRA files of a finished run that are missing or damaged, printed: they are exported again from its checkpoints.
 
     Raises UsageError where there is none.
@@ -165,8 +165,9 @@ def lost_files(order: Order, record: Mapping[str, Any]) -> dict[str, str]:
         raise UsageError(
             Problem("export_not_possible", message, "Copy the file back, or train again under another --name.")
         )
+    will = "would be" if dry_run else "is"
     order.console.print(
-        f"{order.folder} is finished, but {found}: the LoRA is exported again from the last checkpoint."
+        f"{order.folder} is finished, but {found}: the LoRA {will} exported again from the last checkpoint."
     )
     return lost
 

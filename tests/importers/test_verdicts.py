@@ -287,3 +287,13 @@ def test_datasets_without_a_strategy_have_that_of_the_config(tmp_path: Path) -> 
     (tmp_path / "b.json").write_text(json.dumps([{"id": "a", "instance_data_dir": "a"}]), encoding="utf-8")
     keys = {"data_backend_config": "b.json", "caption_strategy": "textfile"}
     assert read(tmp_path, "SimpleTuner", keys).config.captions.extension == ".txt"
+
+
+def test_regularization_images_of_weight_0_are_left_out(tmp_path: Path) -> None:
+    """They train nothing in the other program; here a weight of 0 beside them is refused."""
+    config = tmp_path / "config.toml"
+    text = "train_data_dir = 'cats'\nreg_data_dir = 'reg'\nprior_loss_weight = 0\n"
+    config.write_text(text, encoding="utf-8")
+    settings = import_file(config).settings
+    assert [source["path"] for source in settings["data.sources"]] == [str(tmp_path / "cats")]
+    assert "loss.prior_loss_weight" not in settings

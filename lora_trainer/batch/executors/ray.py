@@ -66,11 +66,11 @@ class TaskOrder:
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """How a task ended: an exit code, and the problems, with fixes, that kept it from beginning. `too_small` is the node whose
+    """How a task ended: an exit code, and the problems, with codes and fixes, that kept it from beginning. `too_small` is the node whose
     GPU is smaller than that of the job's share, with the GiB of both."""
 
     code: int
-    problems: Sequence[tuple[str, str]] = ()
+    problems: Sequence[tuple[str, str, str]] = ()
     too_small: tuple[str, float, float] | None = None
 
 
@@ -382,7 +382,8 @@ class Tasks:
         try:
             ended = ray.get(task)
         except ray.exceptions.RayTaskError as error:  # such as a node without this package
-            ended = TaskEnd(1, [(f"a node cannot run it: {str(error.cause or error).splitlines()[-1]}", "")])
+            why = f"a node cannot run it: {str(error.cause or error).splitlines()[-1]}"
+            ended = TaskEnd(1, [("node_unsuitable", why, "")])
         except ray.exceptions.RayError as error:
             plain_console().print(f"{name}: its node or worker was lost ({type(error).__name__}); it will be continued")
             return
@@ -398,9 +399,9 @@ class Tasks:
             if self.refusals[name] >= MOST_REFUSALS:
                 self.stop()
                 raise TrainingFailed(
-                    [Problem("node_unsuitable", f"{name}: {message}", fix) for message, fix in ended.problems]
+                    [Problem(code, f"{name}: {message}", fix) for code, message, fix in ended.problems]
                 )
-            plain_console().print(f"warning: {name} (exit code {ended.code}): {ended.problems[0][0]}")
+            plain_console().print(f"warning: {name} (exit code {ended.code}): {ended.problems[0][1]}")
 
     def stop(self) -> None:
         """Let each task save its job. Those that have not ended after ten minutes are left to themselves."""
@@ -444,7 +445,7 @@ def work_on_node(order: TaskOrder) -> TaskEnd:
             stack.enter_context(data_below(folder))
             return TaskEnd(run_worker(Path(order.output), plain_console(), order.name, adapt))
     except UserError as error:
-        return TaskEnd(error.exit_code, [(problem.message, problem.fix) for problem in error.problems])
+        return TaskEnd(error.exit_code, [(problem.code, problem.message, problem.fix) for problem in error.problems])
     except KeyboardInterrupt:  # cancelled by Ray, before the job began
         return TaskEnd(INTERRUPTED)
     except SystemExit as leaving:  # Ray would take it for a crash

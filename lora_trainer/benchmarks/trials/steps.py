@@ -75,7 +75,8 @@ def layers_of(resolved: Resolved) -> dict[str, dict[str, dict[str, Any]]]:
     layers: dict[str, dict[str, dict[str, Any]]] = {}
     for name, value in flattened(resolved.config).items():
         origin = resolved.origin[name]
-        if not origin.startswith(DEFAULT):
+        # A default that was changed for another setting stays as the run has it.
+        if not origin.startswith(DEFAULT) or origin.startswith(f"{DEFAULT} (for "):
             section, _, key = name.partition(".")
             layers.setdefault(origin, {}).setdefault(section, {})[key] = EMPTY if value is None else value
     return layers

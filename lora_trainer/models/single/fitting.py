@@ -54,7 +54,7 @@ def vae_folder(named: Path) -> Path:
     """A VAE's own folder: the one that is named, or `vae/` in it; a file stays one. Raises UsageError."""
     if not named.exists():
         raise UsageError(
-            Problem("model_missing", f"There is no VAE at {named}.", "Check model.vae: its folder, or its file.")
+            Problem("vae_missing", f"There is no VAE at {named}.", "Check model.vae: its folder, or its file.")
         )
     if named.is_file():
         return named

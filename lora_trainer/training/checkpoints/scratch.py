@@ -132,11 +132,16 @@ class Scratch:
         self._warned = True
 
 
-def fastest_place(folder: Path, needed: int, say: Say) -> Path | None:
+def fastest_place(folder: Path, needed: int, limit: int, say: Say) -> Path | None:
     """For `checkpoint.scratch=auto`: where checkpoints of `needed` bytes are written fastest, by a short measurement.
 
-    None where that is the run's own `folder`, or nothing is fast enough to be worth the copy.
+    None where that is the run's own `folder`, nothing is fast enough to be worth the copy, or a checkpoint is larger than
+    the `limit` in bytes.
     """
+    if needed > limit:
+        larger = f"a checkpoint has {size_words(needed)}, more than checkpoint.scratch_limit_gb"
+        say(f"checkpoint.scratch=auto: {larger}. Checkpoints are written to {folder}.")
+        return None
     places = []
     for place in AUTO_PLACES:
         with contextlib.suppress(OSError):

@@ -56,11 +56,12 @@ def test_auto_takes_the_place_that_is_fast_enough_to_be_worth_the_copy(
         ({run: 1e9, memory: 1.9e9, disk: 1e8}, None),
     ):
         monkeypatch.setattr(scratching, "bytes_per_second", speeds.__getitem__)
-        assert scratching.fastest_place(run, 10**6, lines.append) == expected
+        assert scratching.fastest_place(run, 10**6, 10**9, lines.append) == expected
     assert str(memory) in lines[0]
-    assert scratching.fastest_place(run, 2**62, lines.append) is None, "no place has so much room"
+    assert scratching.fastest_place(run, 10**6, 10**5, lines.append) is None, "a checkpoint is above the limit"
+    assert scratching.fastest_place(run, 2**62, 2**63, lines.append) is None, "no place has so much room"
     monkeypatch.setattr(scratching, "LEFT_FREE", 1.1)
-    assert scratching.fastest_place(run, 0, lines.append) is None, "a share stays free for others"
+    assert scratching.fastest_place(run, 0, 1, lines.append) is None, "a share stays free for others"
 
 
 def test_the_speed_of_a_folder_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
