@@ -145,7 +145,7 @@ def traced_footprint(subject: Subject, sizes: Sizes) -> Footprint:
         recompute=cast("CheckpointingMode", sizes.recompute),
         offloaded=sizes.offloaded,
     )
-    return Footprint(found.weights, found.copies, 0, found.peak, sum(found.flops))
+    return Footprint(found.weights, found.copies, 0, found.peak, found.flops)
 
 
 def _key(

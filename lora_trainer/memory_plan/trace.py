@@ -8,10 +8,9 @@ a GPU. Nothing is loaded, and no GPU is needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import sub
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 TIMESTEPS = 1000
-Split = Callable[[int], Sequence[tuple[int, float]]]  # a size -> its kinds, with the share of each
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 
 
@@ -52,19 +50,13 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 class Trace:
     """Bytes and operations of one micro-batch's forward and backward pass.
 
-    `live` is the memory besides weights and copies after each operator. Bytes and operations are counted for each kind
-    of `split`.
+    `peak` is the largest memory besides weights and copies.
     """
 
     weights: int
     copies: int
-    live: tuple[tuple[int, ...], ...]
-    flops: tuple[int, ...]
-
-    @property
-    def peak(self) -> int:
-        """The largest memory besides weights and copies."""
-        return max(map(sum, self.live))
+    peak: int
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -147,20 +139,17 @@ def trace(
     checkpointed: int,
     recompute: CheckpointingMode = "full",
     offloaded: bool = False,
-    split: Split = lambda size: ((0, 1.0),),
-    kinds: int = 1,
 ) -> Trace:
     """Trace one micro-batch of latents [micro, C, height, width] with so many blocks checkpointed.
 
-    `offloaded`: activations that autograd saves are in host memory. `split` divides a number of bytes or operations
-    among `kinds`.
+    `offloaded`: activations that autograd saves are in host memory.
     """
     checkpoint_blocks(subject.denoiser, checkpointed, recompute)
     copies = list(subject.adapter.copies.values())
-    account = Account(split, kinds, subject.results)
+    account = Account(subject.results)
     for tensor in (*subject.denoiser.parameters(), *subject.denoiser.buffers(), *copies):
         account.follow(tensor)
-    resident, weights = list(account.live), subject.weights
+    resident, weights = account.live, subject.weights
     with META:
         context = _step_context(subject)
         if offloaded:
@@ -170,18 +159,15 @@ def trace(
             backward(context, batch.to(META, subject.dtype), micro)
     for copy in copies:
         copy.grad = None
-    live = tuple(tuple(map(sub, moment, resident)) for moment in account.line)
-    return Trace(weights, sum(resident) - weights, live, tuple(account.flops))
+    return Trace(weights, resident - weights, account.most - resident, account.flops)
 
 
 class Account(TorchDispatchMode):
     """Follows every storage that is allocated inside it, and counts operations."""
 
-    def __init__(self, split: Split, kinds: int, results: dict[Any, Any]) -> None:
+    def __init__(self, results: dict[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.split = split
-        self.live, self.flops = [0] * kinds, [0] * kinds
-        self.line: list[tuple[int, ...]] = []
+        self.live = self.most = self.flops = 0
         self.followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.results = results
 
@@ -192,16 +178,13 @@ class Account(TorchDispatchMode):
         if key in self.followed:
             return
         size = _allocated(storage.nbytes())
-        parts = [(kind, round(size * share)) for kind, share in self.split(storage.nbytes())]
 
         def forget(_: object) -> None:
-            for kind, part in parts:
-                self.live[kind] -= part
+            self.live -= size
             del self.followed[key]
 
         self.followed[key] = weakref.ref(storage, forget)
-        for kind, part in parts:
-            self.live[kind] += part
+        self.live += size
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
@@ -209,12 +192,10 @@ class Account(TorchDispatchMode):
         result = self._result(function, arguments, named or {})
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
-            operations = count(*arguments, **(named or {}), out_val=result)
-            for kind, share in self.split(operations):
-                self.flops[kind] += round(operations * share)
+            self.flops += count(*arguments, **(named or {}), out_val=result)
         for leaf in _tensors(result):
             self.follow(leaf)
-        self.line.append(tuple(self.live))
+        self.most = max(self.most, self.live)
         return result
 
     def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

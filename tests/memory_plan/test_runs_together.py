@@ -48,7 +48,7 @@ def traced_together(subjects: list[Subject], side: int, checkpointed: int) -> fl
     """GiB at the peak of a joined step of these runs, one sample of side x side latents each, on tensors without data."""
     first, group = subjects[0], RunGroup(len(subjects))
     checkpoint_blocks(first.denoiser, checkpointed)
-    account = Account(lambda size: ((0, 1.0),), 1, first.results)
+    account = Account(first.results)
     for tensor in (*first.denoiser.parameters(), *first.denoiser.buffers()):
         account.follow(tensor)
 
@@ -65,7 +65,7 @@ def traced_together(subjects: list[Subject], side: int, checkpointed: int) -> fl
         group.run({str(number): work for number in range(len(subjects))})
     assert group.passes == 1
     assert all(master.grad is not None for subject in subjects for master in subject.adapter.masters.values())
-    return max(map(sum, account.line)) / GIB
+    return account.most / GIB
 
 
 def agrees(family: str, side: int, blocks: tuple[int, ...], tmp_path: Path, *, thin: bool) -> None:

@@ -111,16 +111,16 @@ def on_cpu(context: StepContext, micros: list[MicroBatch]) -> tuple[AtPeak, Step
     way = own_way(context, [micros])
     for tensor in frozen:
         account.follow(tensor)
-    weights = account.now
+    weights = account.live
     for tensor in adapter:
         account.follow(tensor)
-    own = account.now - weights
+    own = account.live - weights
     for tensor in state_of(context):
         account.follow(tensor)
     with account:
         way(0)
-        optimizer = account.now - weights - own
-        account.line.clear()
+        optimizer = account.live - weights - own
+        account.most = account.live
         way(1)
         most = account.most
     passing = most - weights - own - optimizer

@@ -176,16 +176,7 @@ class Counted(Account):
     """Follows the storages of a step that is really taken."""
 
     def __init__(self) -> None:
-        super().__init__(lambda size: ((0, 1.0),), 1, {})
+        super().__init__({})
 
     def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         return function(*arguments, **named)  # what was computed before says nothing of what is now
-
-    @property
-    def now(self) -> int:
-        return self.live[0]
-
-    @property
-    def most(self) -> int:
-        """Since the line was last emptied."""
-        return max((moment[0] for moment in self.line), default=self.now)
