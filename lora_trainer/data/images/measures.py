@@ -94,6 +94,7 @@ class Seen:
     deep_peak: int = 255  # the brightest of its 8 bits, of an image that has 16 in its file
     turn: int = 1  # EXIF orientation that its pixels are turned by
     doubt: Doubt = ""  # of a mask
+    may_be_cut: bool = False  # its pixels end in the middle of a row, and black follows
 
     def to_json(self) -> str:
         """One line to be kept; `seen_from_json` reads it again."""
