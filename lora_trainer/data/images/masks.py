@@ -26,7 +26,10 @@ COLOR_STEP, COLOR_SHARE = 24, 0.002  # levels between the channels of a pixel; s
 LABEL_LEVEL, MOST_LABELS = 32, 32  # most numbers of classes are darker than this, and they are not more
 BRIGHTEST_LABEL, VOID = 100, 255  # none is brighter, but for what belongs to no class
 LABEL_AREA = 0.001  # share of an image that classes have at least; less is a speck
-FLAT_SHARE, JUMP_SHARE = 0.5, 0.1  # of pixels between equal ones; of borders, of more than a level: what is blurred has none
+FLAT_SHARE, JUMP_SHARE = (
+    0.5,
+    0.1,
+)  # of pixels between equal ones; of borders, of more than a level: what is blurred has none
 BLACK_LEVEL = 2
 DARK_LEVEL = 200  # the brightest of a mask that nobody meant
 TONE_LEVELS = 8  # that hold half of what is not black: one tone, and no soft mask

@@ -58,6 +58,9 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
     bases = {folder: root / folder for folder in texts}
     readers = {folder: reader_of(base) for folder, base in bases.items()}
     files, found = FilesBelow(root), list[FoundImage]()
+    for key, row in rows.items():
+        if row.controls:
+            files.compare(Path(key).parent, row.controls)
     for folder, name in images:
         kohya = folders[folder]
         repeats = request.repeats(kohya[0] if kohya else 1)
