@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from lora_trainer.config.schema import SourceSection
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
@@ -84,11 +85,16 @@ def test_pixels_that_end_in_the_middle_of_a_row_are_a_warning(tmp_path: Path) ->
         (tmp_path / f"zeros.{ending}").write_bytes(zeroed(encoded(noise_image(200, 150, number), kind), 0.61))
         Image.fromarray(drawn).save(tmp_path / f"drawn.{ending}")
         noise_image(200, 150, 9 + number).save(tmp_path / f"whole.{ending}")
-    manifest, findings = read_manifest([tmp_path], allow_missing_captions=True)
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(drawn[..., 0]).save(tmp_path / "masks" / "masked.bmp")
+    noise_image(200, 150, 12).save(tmp_path / "masked.png")
+    sources = [SourceSection(path=str(tmp_path), masks=str(tmp_path / "masks"))]
+    manifest, findings = read_manifest(sources, allow_missing_captions=True)
     report = check_dataset(manifest, findings, DatasetGate([Framing((64,), 16)]))
     named = {(each.path.name, each.severity) for each in report.findings if each.path and each.code == "cut_off"}
-    assert named == {(f"{name}.{each}", "warning") for name in ("zeros", "drawn") for each in ("bmp", "ppm", "tif")}
-    assert not [each for each in report.findings if each.code == "unreadable"]
+    cut = {f"{name}.{each}" for name in ("zeros", "drawn") for each in ("bmp", "ppm", "tif")}
+    assert named == {(name, "warning") for name in (*cut, "masked.png")}
+    assert not [each for each in report.findings if each.code.startswith("unreadable")]
 
 
 def test_sound_images_that_end_in_one_color_are_not(tmp_path: Path) -> None:
