@@ -27,6 +27,7 @@ from lora_trainer.data.sample import Manifest, Mask, Sample, Span
 from lora_trainer.data.sources.controls import find_swapped, judged_controls
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.masks import judged_alpha, judged_mask
+from lora_trainer.data.sources.pairs import find_unpaired
 from lora_trainer.data.sources.places import find_overlaps, places_of
 from lora_trainer.data.sources.read import read_source
 from lora_trainer.data.sources.texts import hidden_characters, tidy
@@ -83,6 +84,7 @@ def _read_manifest(
     if not requests:
         reading.problem("There is no data.", "Name a folder of images with --data.")
     found = [(each, read_source(places, each, reading)) for each, places in located]
+    find_unpaired([image for _, images in found for image in images], reading)
     named = {each.captions.column for each in requests} - {None}
     if named and not reading.tables:
         reading.note(f"captions.column={', '.join(map(str, named))} does nothing: no table and no JSON was read.")

@@ -172,6 +172,7 @@ class DataReport:
 MANY = {
     "unreadable": "cannot be read",
     "too_large": "are too large",
+    "cut_off": "may be cut off",
     "missing_caption": "have no caption",
     "empty_caption": "have an empty caption",
     "unreadable_caption": "have a caption that is not text",

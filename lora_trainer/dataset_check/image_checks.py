@@ -208,6 +208,11 @@ MASK_FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "has a mask that is black everywhere: nothing of it is learned.",
         "Paint white (255) what is to be learned, or remove the image.",
     ),
+    "cut_off": (
+        "warning",
+        "has a mask that ends in the middle of a row, black after that: its end may be missing.",
+        "If it is cut off, copy or download it again.",
+    ),
     "white_mask": (
         "warning",
         "has a mask that is white everywhere: all of it is trained on.",
@@ -246,11 +251,13 @@ def _of_mask(context: CheckContext, sample: Sample, seen: Seen) -> Iterator[Find
 def _doubts_of(mask: Seen, sample: Sample, seen: Seen) -> list[str]:
     """The codes of what is doubtful about a mask's file, by itself and beside its image."""
     codes: list[str] = [mask.doubt] if mask.doubt else []
+    if mask.may_be_cut:
+        codes.append("cut_off")
     # The image itself in gray, by the 8×8 copies of both.
     colors = np.frombuffer(seen.thumb, dtype=np.uint8).reshape(1, -1, 3)
     gray = np.asarray(Image.fromarray(colors).convert("L"), dtype=np.int16)[0]
     own = np.frombuffer(mask.thumb, dtype=np.uint8).reshape(-1, 3)[:, 0].astype(np.int16)
-    if not codes and np.ptp(own) > VARIED_THUMB and np.abs(own - gray).max() <= SAME_THUMB:
+    if not mask.doubt and np.ptp(own) > VARIED_THUMB and np.abs(own - gray).max() <= SAME_THUMB:
         codes.append("photo_mask")
     if mask.turn != seen.turn:
         is_square = not has_other_shape((sample.width, sample.height), (sample.height, sample.width))
@@ -303,7 +310,7 @@ def check_borders(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: 
 
 @of_each
 def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
-    """Animations, colors that are not understood, and endings that are not the format's."""
+    """Animations, an end that may be missing, colors that are not understood, and endings that are not the format's."""
     if seen.frames > 1:
         message = f"has {seen.frames} frames; only the first is used."
         yield finding_of(sample, "animated", "note", message, "Save the frame that is meant.")
@@ -314,6 +321,10 @@ def check_formats(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: 
         )
         fix = "Multiply its values, by 16 for 12 bits, and save it again; leave it if it is meant to be dark."
         yield finding_of(sample, "dark_depth", "warning", message, fix)
+    if seen.may_be_cut:
+        message = "ends in the middle of a row, and all after that is black: its end may be missing."
+        fix = "If it is cut off, copy or download it again; leave it if it is drawn so."
+        yield finding_of(sample, "cut_off", "warning", message, fix)
     if seen.colors == "damaged":
         message = "has a color profile that cannot be used; its colors are trained as sRGB's."
         yield finding_of(sample, "damaged_profile", "note", message, "Save it again as sRGB, if its colors look wrong.")

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from lora_trainer.config.schema import SourceSection
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.views import Framing
+from lora_trainer.dataset_check import DatasetGate, check_dataset
 from tests.data.conftest import noise_image
 from tests.data.drawings import photo
 
@@ -26,6 +29,15 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 def zeroed(data: bytes, share: float) -> bytes:
     kept = int(len(data) * share)
     return data[:kept] + bytes(len(data) - kept)
+
+
+def with_exif_at_the_end(avif: bytes, exif: bytes) -> bytes:
+    """As encoders write it that put metadata behind the pixels; libavif puts it before them."""
+    start = avif.index(exif) - 4  # where TIFF begins in it
+    place = start.to_bytes(4)
+    assert avif.count(place) == 1
+    moved = avif[start : start + 4 + len(exif)]
+    return avif.replace(place, (len(avif) + 8).to_bytes(4)) + (len(moved) + 8).to_bytes(4) + b"mdat" + moved
 
 
 def broken(folder: Path, files: dict[str, bytes]) -> dict[str, str]:
@@ -60,12 +72,29 @@ def test_images_without_their_end_are_unreadable(tmp_path: Path) -> None:
         "zeros.avif": zeroed(encoded(scene, "AVIF", quality=80), 0.6),
         "zeros.png": zeroed(encoded(scene, "PNG"), 0.6),
         "zeros.gif": zeroed(encoded(scene, "GIF"), 0.6),
-        "zeros.bmp": zeroed(encoded(noise_image(200, 150, 1), "BMP"), 0.61),
-        "zeros.ppm": zeroed(encoded(noise_image(200, 150, 2), "PPM"), 0.61),
-        "zeros.tif": zeroed(encoded(noise_image(200, 150, 3), "TIFF"), 0.61),
         "cut.bmp": encoded(noise_image(200, 150, 4), "BMP")[:50_000],
     }
     assert broken(tmp_path / "bad", files) == dict.fromkeys(files, "unreadable")
+
+
+def test_pixels_that_end_in_the_middle_of_a_row_are_a_warning(tmp_path: Path) -> None:
+    """In formats without a code whose end is seen: a drawing on black may end so."""
+    drawn = np.zeros((150, 200, 3), dtype=np.uint8)
+    drawn[:60, :] = drawn[60, :120] = 200  # a base that leans by one pixel
+    for number, (ending, kind) in enumerate((("bmp", "BMP"), ("ppm", "PPM"), ("tif", "TIFF"))):
+        (tmp_path / f"zeros.{ending}").write_bytes(zeroed(encoded(noise_image(200, 150, number), kind), 0.61))
+        Image.fromarray(drawn).save(tmp_path / f"drawn.{ending}")
+        noise_image(200, 150, 9 + number).save(tmp_path / f"whole.{ending}")
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(drawn[..., 0]).save(tmp_path / "masks" / "masked.bmp")
+    noise_image(200, 150, 12).save(tmp_path / "masked.png")
+    sources = [SourceSection(path=str(tmp_path), masks=str(tmp_path / "masks"))]
+    manifest, findings = read_manifest(sources, allow_missing_captions=True)
+    report = check_dataset(manifest, findings, DatasetGate([Framing((64,), 16)]))
+    named = {(each.path.name, each.severity) for each in report.findings if each.path and each.code == "cut_off"}
+    cut = {f"{name}.{each}" for name in ("zeros", "drawn") for each in ("bmp", "ppm", "tif")}
+    assert named == {(name, "warning") for name in (*cut, "masked.png")}
+    assert not [each for each in report.findings if each.code.startswith("unreadable")]
 
 
 def test_sound_images_that_end_in_one_color_are_not(tmp_path: Path) -> None:
@@ -90,6 +119,16 @@ def test_sound_images_that_end_in_one_color_are_not(tmp_path: Path) -> None:
     files["restarts.jpg"] = encoded(flat["#808080"], "JPEG", restart_marker_rows=1)
     files["padded.webp"] = encoded(photo(300, 200, 7), "WEBP") + bytes(4096)
     files["padded.jpg"] = encoded(photo(300, 200, 8), "JPEG") + bytes(4096)
+    plain = photo(300, 200, 10)
+    exif = Image.Exif()
+    exif[0x010E] = "x"
+    zeros = exif.tobytes() + bytes(4096)
+    files["exif.webp"] = encoded(plain, "WEBP", exif=zeros)
+    files["lossless.webp"] = encoded(plain, "WEBP", lossless=True, exif=zeros)
+    files["moving.webp"] = encoded(plain, "WEBP", save_all=True, append_images=[photo(300, 200, 11)], exif=zeros)
+    files["xmp.webp"] = encoded(plain, "WEBP", xmp=b"<x/>" + bytes(4096))
+    files["exif.avif"] = with_exif_at_the_end(encoded(plain, "AVIF", exif=zeros), zeros)
+    files["comment.jpg"] = encoded(flat["#808080"], "JPEG")[:-2] + b"\xff\xfe\x40\x00" + bytes(0x3FFE) + END
     files["phone.jpg"] = encoded(flat["#808080"], "MPO", save_all=True, append_images=[photo(300, 200, 9)])
     for name, image in {"letterbox": letterbox, "corners": corners, "night": night, "black": flat["black"]}.items():
         files |= {f"{name}.{ending}": encoded(image, kind) for ending, kind in (("bmp", "BMP"), ("tif", "TIFF"))}

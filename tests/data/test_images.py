@@ -267,6 +267,18 @@ def test_gray_of_many_bits_keeps_its_values_or_is_refused(tmp_path: Path, order:
             assert np.abs(np.asarray(load_rgb(path), dtype=int)[..., 0] - SHADES).max() <= 1, name
 
 
+@pytest.mark.parametrize("peak", [1, 15, 255, 4095])
+def test_gray_of_12_bits_keeps_its_shades_however_dark_it_is(tmp_path: Path, peak: int) -> None:
+    values = np.rint(RAMP * peak).astype(np.uint16)
+    left, right = values[:, ::2], values[:, 1::2]
+    packed = np.stack([left >> 4, (left & 15) << 4 | right >> 8, right & 255], axis=2).astype(np.uint8).reshape(4, 6)
+    data = bytearray(tiff(packed))
+    data[18:20], data[42:44] = struct.pack("<H", 4), struct.pack("<H", 12)  # its width and its bits
+    (tmp_path / "a.tif").write_bytes(data)
+    shown = np.asarray(load_rgb(tmp_path / "a.tif"), dtype=int)[..., 0]
+    assert np.abs(shown - values / 4095 * 255).max() <= 0.51
+
+
 def test_a_16_bit_image_of_12_bit_data_is_named(tmp_path: Path) -> None:
     peaks = {"full.png": 65535, "dark.png": 12000}
     for name, peak in {**peaks, "twelve.png": 4095, "ten.tif": 1023}.items():

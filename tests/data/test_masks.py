@@ -19,7 +19,8 @@ from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.caches.cache import CachePlan, fill_latents, plan_latents
 from lora_trainer.data.caches.store import Store
-from lora_trainer.data.images.masks import load_mask
+from lora_trainer.data.images.images import BrokenImageError
+from lora_trainer.data.images.masks import doubt_of_mask, load_mask, to_mask
 from lora_trainer.data.images.pixels import read_mask
 from lora_trainer.data.images.spans import content_of
 from lora_trainer.data.loader import masks_of
@@ -316,6 +317,76 @@ BAD_MASKS: dict[str, tuple[Callable[[], Image.Image], str, str]] = {
     "clipspace": (lambda: with_opacity(noise_image(WIDE, WIDE, 43), disk()), "ambiguous_mask", "warning"),
     "both": (lambda: with_opacity(labels(0, 255, 255, 0), disk()), "ambiguous_mask", "warning"),
 }  # fmt: skip
+
+
+def spot(radius: int, blur: float = 0.0, level: int = 255) -> Image.Image:
+    yy, xx = np.mgrid[0:512, 0:512]
+    inside = (xx - 256) ** 2 + (yy - 256) ** 2 <= radius**2
+    return Image.fromarray((inside * level).astype(np.uint8)).filter(ImageFilter.GaussianBlur(blur))
+
+
+def line(width: int) -> Image.Image:
+    image = np.zeros((512, 512), dtype=np.uint8)
+    image[:, 300 : 300 + width] = 255
+    return Image.fromarray(image)
+
+
+def classes(*values: int, side: int = 256, count: int = 30) -> Image.Image:
+    """Areas with straight borders, each of one of the values."""
+    generator = np.random.default_rng(len(values))
+    middles = generator.random((count, 2)) * side
+    yy, xx = np.mgrid[0:side, 0:side, 0:1][:2]
+    nearest = np.argmin((yy - middles[:, 0]) ** 2 + (xx - middles[:, 1]) ** 2, axis=2)
+    values_of = np.array([*values, *generator.choice(values, count)][:count], dtype=np.uint8)
+    return Image.fromarray(values_of[nearest])
+
+
+def saved_again(image: Image.Image) -> Image.Image:
+    """What JPEG left of it, in a file without loss."""
+    return jpeg(image, 75).copy()
+
+
+FINE_MASKS: dict[str, Image.Image] = {
+    "line_1": jpeg(line(1), 90),
+    "line_2": jpeg(line(2), 90),
+    "line_saved_again": saved_again(line(1)),
+    "spot_75": jpeg(spot(4), 75),
+    "spot_90": jpeg(spot(4), 90),
+    "spot_saved_again": saved_again(spot(4)),
+    "blurred_4": spot(4, 12),
+    "blurred_8": spot(8, 12),
+    "blurred_12": spot(12, 12),
+    "blurred_far": spot(24, 80),
+    "blurred_line": line(2).filter(ImageFilter.GaussianBlur(10)),
+    "ramp": Image.fromarray(np.linspace(0, 30, 256).astype(np.uint8)[None].repeat(256, 0)),
+    "speck": spot(1, level=5),
+    "floor_of_10": Image.fromarray(np.array([10, 10, 255], dtype=np.uint8).repeat(80)[None].repeat(240, 0)),
+}
+LABEL_MAPS: dict[str, Image.Image] = {
+    "one": classes(0, 7),
+    "small": spot(12, level=15),
+    "three": classes(0, 1, 2, 3),
+    "trimap": classes(1, 2, 3, count=9),
+    "void": classes(0, 15, 15, 15, 15, 255),
+    "twenty": classes(*range(20)),
+    "streets": classes(*range(19), count=200),
+    "sparse": classes(7, 11, 21, 23, 24, 26),
+    "instances": classes(*range(12), count=12),
+    "tiny": classes(0, 5, 9, side=64, count=10),
+}
+
+
+def test_label_maps_are_refused_and_fine_or_soft_masks_are_not() -> None:
+    def is_refused(image: Image.Image) -> bool:
+        try:
+            to_mask(image)
+        except BrokenImageError as error:
+            return error.code == "label_mask"
+        return False
+
+    assert [name for name, image in FINE_MASKS.items() if is_refused(image)] == []
+    assert [name for name, image in LABEL_MAPS.items() if not is_refused(image)] == []
+    assert doubt_of_mask(FINE_MASKS["speck"], to_mask(FINE_MASKS["speck"])) == "dark_mask"
 
 
 def test_files_that_can_be_no_mask_are_found_and_others_are_not(tmp_path: Path, draw: Draw) -> None:

@@ -354,6 +354,30 @@ def test_folders_beside_the_images_are_no_samples_or_are_named(tmp_path: Path, d
     assert [each.path.name for each in reg.samples if each.regularization] == ["x.png"]
 
 
+def test_images_with_captions_are_trained_whatever_their_folder_is_named(tmp_path: Path, draw: Draw) -> None:
+    """Groups of an experiment, expressions. Folders of ordinary words are trained without captions, too."""
+    groups = ("smiling", "normal", "control")
+    for seed, (group, number) in enumerate((group, number) for group in (*groups, "Depth") for number in (1, 2)):
+        draw(tmp_path / "own" / group / f"{number}.png", seed=seed, caption=f"a face, {group}")
+    manifest, findings = read_manifest([tmp_path / "own"])
+    assert len(manifest.samples) == 8
+    assert codes(findings) == [("side_folder", "warning")] * 3
+    for seed, group in enumerate((*groups, "masks")):
+        draw(tmp_path / "bare" / group / "1.png", seed=seed, caption=None)
+    manifest, findings = read_manifest([tmp_path / "bare"], allow_missing_captions=True)
+    assert [sample.path.parent.name for sample in manifest.samples] == ["control", "normal", "smiling"]
+    assert [each for each in codes(findings) if each[0] == "side_folder"] == [("side_folder", "warning")] * 3
+    # A table has captions, too, and only that of an image counts.
+    (tmp_path / "bare" / "metadata.csv").write_text("file_name,text\nmasks/1.png,a carnival mask\n", "utf-8")
+    manifest, findings = read_manifest([tmp_path / "bare"], allow_missing_captions=True)
+    assert "a carnival mask" in [sample.caption for sample in manifest.samples]
+    # The masks of images that an ordinary word names are none.
+    for seed, group in enumerate(("normal", "masks")):
+        draw(tmp_path / "two" / group / "1.png", seed=seed, caption=None)
+    manifest, findings = read_manifest([tmp_path / "two"], allow_missing_captions=True)
+    assert [sample.path.parent.name for sample in manifest.samples] == ["normal"]
+
+
 def test_control_images_beside_the_images_are_no_samples(tmp_path: Path, draw: Draw) -> None:
     names = ("a.png", "a-condlabel.png", "a-masklabel.png")
     manifest, findings = read_folders(tmp_path, draw, *names)

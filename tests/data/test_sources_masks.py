@@ -156,3 +156,18 @@ def test_a_mask_without_the_turn_of_its_image_is_named(tmp_path: Path, draw: Dra
     assert "EXIF" in finding.fix
     gray(tmp_path / "masks" / "a.png", 40, 60)
     assert read_manifest([section])[1] == ()
+
+
+def test_a_folder_of_masks_of_several_sources_has_no_orphans_but_those_of_none(tmp_path: Path, draw: Draw) -> None:
+    for seed, name in enumerate("ab"):
+        draw(tmp_path / name / f"{name}.png", 60, 40, seed=seed)
+        gray(tmp_path / "masks" / f"{name}.png", 60, 40)
+    options = {"masks": str(tmp_path / "masks"), "control_images": (str(tmp_path / "masks"),)}
+    sections = [SourceSection(path=str(tmp_path / name), **options) for name in "ab"]
+    assert read_manifest(sections)[1] == ()
+    gray(tmp_path / "masks" / "zebra.png", 60, 40)
+    findings = read_manifest(sections)[1]
+    assert [(finding.code, "zebra.png" in finding.message) for finding in findings] == [
+        ("orphan_mask", True),
+        ("orphan_control", True),
+    ]

@@ -62,6 +62,36 @@ def test_an_absolute_path_leads_to_no_image_of_another_name(folder: Path, name: 
     assert codes(read_manifest([folder])[1]) == [("absent_image", "warning"), ("missing_caption", "error")]
 
 
+@pytest.mark.parametrize("place", ["metadata.jsonl", "table.jsonl", "captions.jsonl"])
+def test_absolute_paths_of_elsewhere_that_end_at_one_image_lead_to_none(folder: Path, draw: Draw, place: str) -> None:
+    """Each meant an image of its own. An image that is named itself keeps its caption, and a single path leads to its image."""
+    draw(folder / "b.png", seed=2, caption=None)
+    draw(folder / "c.png", seed=3, caption=None)
+    path = folder / place
+
+    def read(*names: str) -> tuple[set[tuple[str, str]], set[str]]:
+        path.write_text("".join(json.dumps({"file_name": each, "text": each}) + "\n" for each in names), "utf-8")
+        source = SourceSection(path=str(path if place == "table.jsonl" else folder))
+        if place == "captions.jsonl":
+            source = SourceSection(path=str(folder), captions_file=str(path))
+        manifest, findings = read_manifest([source], allow_missing_captions=True)
+        captions = {(each.path.name, str(each.caption)) for each in manifest.samples}
+        return captions - {("x.png", "x"), ("a.png", ""), ("b.png", ""), ("c.png", "")}, {
+            each.code for each in findings
+        }
+
+    one, other = "C:\\old\\cats\\b.png", "C:\\old\\dogs\\b.png"
+    captions, found = read(one, other, "c.png")
+    assert captions == {("c.png", "c.png")}
+    assert ("unreadable" if place == "table.jsonl" else "absent_image") in found
+    assert read(one, other, "b.png")[0] == {("b.png", "b.png")}
+    assert read("b.png", one)[0] == {("b.png", "b.png")}
+    assert read(other, other)[0] == {("b.png", other)}
+    # As many folders as no disk has.
+    deep = "/" + "f/" * 8000 + "b.png"
+    assert read(deep)[0] == {("b.png", deep)}
+
+
 def rows_of(name: str, rows: list[dict[str, Any]], folder: Path) -> Path:
     """A table of these rows: JSONL, Parquet that names images, or Parquet that holds them."""
     if name == "rows.jsonl":

@@ -227,6 +227,12 @@ def test_images_of_a_tar_that_share_a_caption_are_named(tmp_path: Path) -> None:
     )
     assert [sample.path.name for sample in beside.samples] == ["1.png"]
     assert sorted(finding.code for finding in named) == ["reg_folder", "side_folder"]
+    # No source can be a folder in a tar.
+    assert not any(str(tmp_path / "aside.tar") in finding.fix for finding in named)
+    aside |= {"masks/1.txt": b"a carnival mask", "normal/1.png": image(5)}
+    trained, named = read_manifest([write_tar(tmp_path / "trained.tar", aside)], allow_missing_captions=True)
+    assert sorted(sample.path.parent.name for sample in trained.samples) == ["in", "masks", "normal"]
+    assert [each.code for each in named if each.code != "missing_caption"] == ["side_folder"] * 2
     assert {(finding.code, finding.severity, finding.path and finding.path.name) for finding in findings} == {
         ("shared_caption", "warning", name) for name in ("1.input.png", "1.output.png", "2.image.png", "2.mask.png")
     }

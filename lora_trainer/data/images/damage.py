@@ -26,11 +26,15 @@ GRAY = (127, 128)  # what libjpeg shows of blocks that are missing
 CORNER = 4  # pixels of the side of the part that comes last
 BYTES_A_PIXEL = 0.25  # more than noise takes that fills the rest of a JPEG
 FEWEST_MISSING, FULL = 2, 0.9  # pixels of a row; share of those that are there or above them that are not black
+WEBP_PIXELS = (b"VP8 ", b"VP8L", b"ALPH", b"ANMF")
 SCAN, END, RESTARTS, INTERVAL = b"\xff\xda", b"\xff\xd9", rb"\xff[\xd0-\xd7]", 0xDD
 
 
-def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> None:
-    """Raise BrokenImageError for a decoded image whose end is missing. `open_again` opens the bytes of its file."""
+def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> bool:
+    """Raise BrokenImageError for a decoded image whose end is missing. `open_again` opens the bytes of its file.
+
+    Whether the end may be missing of a format whose pixels alone can show it: a drawing on black may end so, too.
+    """
     data = b""
     corner = image.crop((image.width - CORNER, image.height - CORNER, image.width, image.height))
     is_jpeg = image.format in ("JPEG", "MPO")
@@ -42,14 +46,13 @@ def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> No
     if is_jpeg and data:
         is_cut = _is_jpeg_cut(image, data, corner)
     elif data:
-        data = data[: _end_of(image.format, data)]
+        data = data[: _end_of(image.format, data)].removesuffix(image.info.get("exif") or b"")
         zeros = len(data) - len(data.rstrip(b"\0"))
         is_cut = zeros > FEWEST_ZEROS + image.width * image.height / PIXELS_A_ZERO
-    elif image.format in RAW_FORMATS:
-        is_cut = _ends_in_a_row(image)
     if is_cut:
         fix = "Copy or download it again, or remove it."
         raise BrokenImageError("unreadable", "is cut off: its end is missing or full of zeros.", fix)
+    return image.format in RAW_FORMATS and _ends_in_a_row(image)
 
 
 def _is_jpeg_cut(image: Image.Image, data: bytes, corner: Image.Image) -> bool:
@@ -93,9 +96,15 @@ def _lacks_scans(data: bytes, start: int, end: int) -> bool:
 
 
 def _end_of(kind: str | None, data: bytes) -> int:
-    """Where a WebP or AVIF ends by what it says: zeros behind that are padding."""
+    """Where the pixels of a WebP end, and an AVIF, by what it says: zeros behind that are metadata or padding."""
     if kind == "WEBP":
-        return 8 + int.from_bytes(data[4:8], "little")
+        place, end = 12, len(data)
+        while place + 8 <= len(data):
+            size = int.from_bytes(data[place + 4 : place + 8], "little")
+            if data[place : place + 4] in WEBP_PIXELS:
+                end = place + 8 + size
+            place += 8 + size + size % 2
+        return end
     place = 0
     while place + 8 <= len(data):
         (size,) = struct.unpack_from(">I", data, place)
@@ -108,7 +117,7 @@ def _end_of(kind: str | None, data: bytes) -> int:
 
 
 def _ends_in_a_row(image: Image.Image) -> bool:
-    """Whether the pixels of an image end in the middle of a row, and black follows to the last: no drawn edge does so."""
+    """Whether the pixels of an image end in the middle of a row, and black follows to the last: few drawn edges do so."""
     if image.mode == "P" or all(np.any(image.getpixel((image.width - 1, y))) for y in (0, image.height - 1)):
         return False
     pixels = np.asarray(image)

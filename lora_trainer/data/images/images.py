@@ -306,7 +306,7 @@ def deep_levels(image: Image.Image) -> NDArray[np.uint8]:
         values = values.view(np.uint32)  # Pillow reads 32 bits without a sign into numbers with one
     tags = getattr(image, "tag_v2", {})
     if tags.get(BITS_TAG) == (12,):
-        values = values * (65535 / 4095)
+        values = np.rint(values * (65535 / 4095)).astype(np.uint16)  # of floats the range would be guessed
     levels = scale_deep(values)
     return 255 - levels if tags.get(PHOTOMETRIC_TAG) == WHITE_IS_ZERO else levels
 

@@ -9,7 +9,7 @@ import io
 import os
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +143,8 @@ def _measured(path: Path, span: Span | None, content: str, *, is_mask: bool = Fa
     with opened(io.BytesIO(data)) if size <= READ_WHOLE else opened(path, span) as image:
         refuse_damaged_pixels(image)
         seen = measure_mask(image) if is_mask else measure(image)
-        refuse_cut_off(image, lambda: io.BytesIO(data) if data else open_bytes(path, span))
-        return seen
+        may_be_cut = refuse_cut_off(image, lambda: io.BytesIO(data) if data else open_bytes(path, span))
+        return replace(seen, may_be_cut=may_be_cut)
 
 
 def write_gray_mask(what: tuple[str, str, str]) -> dict[str, Any]:

@@ -23,7 +23,13 @@ Doubt = Literal["", "ambiguous_mask", "photo_mask", "dark_mask"]
 OPAQUE_LEVELS = 2  # of 255; opacity that varies by no more is one opacity, rounded
 PROBE_SIDE = 256  # pixels of the longest side of the copy in which colors are looked for
 COLOR_STEP, COLOR_SHARE = 24, 0.002  # levels between the channels of a pixel; share of such pixels
-LABEL_LEVEL, MOST_LABELS = 32, 32  # numbers of classes are darker than this, and not more
+LABEL_LEVEL, MOST_LABELS = 32, 32  # most numbers of classes are darker than this, and they are not more
+BRIGHTEST_LABEL, VOID = 100, 255  # none is brighter, but for what belongs to no class
+LABEL_AREA = 0.001  # share of an image that classes have at least; less is a speck
+FLAT_SHARE, JUMP_SHARE = (
+    0.5,
+    0.1,
+)  # of pixels between equal ones; of borders, of more than a level: what is blurred has none
 BLACK_LEVEL = 2
 DARK_LEVEL = 200  # the brightest of a mask that nobody meant
 TONE_LEVELS = 8  # that hold half of what is not black: one tone, and no soft mask
@@ -47,16 +53,38 @@ def to_mask(image: Image.Image) -> Image.Image:
         flat = image.convert("RGB")
         _refuse_colors(flat)
         mask = flat.convert("L")
-    counts = np.array(mask.histogram())
-    shown = int(counts[BLACK_LEVEL + 1 :].sum())
-    dark = int(counts[BLACK_LEVEL + 1 : LABEL_LEVEL].sum())
-    if shown and 2 * dark >= shown and np.count_nonzero(counts) <= MOST_LABELS:
-        levels = ", ".join(map(str, np.flatnonzero(counts)[:6]))
-        message = f"holds numbers of classes ({levels}), nearly black: they do not say how much counts."
+    if image.format not in ("JPEG", "MPO") and (levels := _labels_in(mask)):
+        named = ", ".join(map(str, levels[:6]))
+        message = f"holds numbers of classes ({named}), nearly black: they do not say how much counts."
         fix = "Save it with 255 (white) for the classes that count, and 0 (black) for the others."
         raise BrokenImageError("label_mask", message, fix)
     mask.info.clear()  # the image's profile and transparent color
     return mask
+
+
+def _labels_in(mask: Image.Image) -> list[int]:
+    """The numbers of classes that the levels of a mask are; empty for a mask that is soft, or has a dark speck.
+
+    Classes are flat areas with clear borders.
+    """
+    counts = np.array(mask.histogram())
+    levels = np.flatnonzero(counts).tolist()
+    shown = int(counts[BLACK_LEVEL + 1 :].sum())
+    dark = int(counts[BLACK_LEVEL + 1 : LABEL_LEVEL].sum())
+    if 2 * dark < max(shown, 1) or len(levels) > MOST_LABELS or counts[BRIGHTEST_LABEL:VOID].any():
+        return []
+    if dark < LABEL_AREA * mask.width * mask.height or (levels[-1] == VOID and levels[0] > BLACK_LEVEL):
+        return []
+    pixels = np.asarray(mask, dtype=np.int16)
+    across, down = np.abs(np.diff(pixels, axis=1)), np.abs(np.diff(pixels, axis=0))
+    flat = np.ones(pixels.shape, dtype=bool)
+    flat[:, 1:] &= across == 0
+    flat[:, :-1] &= across == 0
+    flat[1:] &= down == 0
+    flat[:-1] &= down == 0
+    is_dark = (pixels > BLACK_LEVEL) & (pixels < LABEL_LEVEL)
+    borders, jumps = (sum(int((steps > least).sum()) for steps in (across, down)) for least in (0, 1))
+    return levels if flat[is_dark].mean() >= FLAT_SHARE and jumps >= JUMP_SHARE * borders else []
 
 
 def load_mask(path: Path, span: Span | None = None) -> Image.Image:

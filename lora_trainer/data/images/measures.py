@@ -25,8 +25,8 @@ from lora_trainer.data.images.masks import Doubt, doubt_of_mask, to_mask
 if TYPE_CHECKING:
     from lora_trainer.data.sample import Colors
 
-MEASURES = 6  # kept results of another number are measured again
-MASK_MEASURES = 1002  # the same of masks: a file may be an image here and a mask there
+MEASURES = 7  # kept results of another number are measured again
+MASK_MEASURES = 1003  # the same of masks: a file may be an image here and a mask there
 
 Gray = NDArray[np.int16]
 LINES = 48  # rows and columns that edges are measured along
@@ -94,6 +94,7 @@ class Seen:
     deep_peak: int = 255  # the brightest of its 8 bits, of an image that has 16 in its file
     turn: int = 1  # EXIF orientation that its pixels are turned by
     doubt: Doubt = ""  # of a mask
+    may_be_cut: bool = False  # its pixels end in the middle of a row, and black follows
 
     def to_json(self) -> str:
         """One line to be kept; `seen_from_json` reads it again."""

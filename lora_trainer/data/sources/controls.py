@@ -35,8 +35,6 @@ def with_controls(
         return list(found)
     files = {folder: find_partners(folder) for folder in dict.fromkeys(folder for folder, _ in labels)}
     partners = [files[folder].pair(found, root, (label,), "control", reading) for folder, label in labels]
-    for partners_of_folder in files.values():
-        partners_of_folder.find_unpaired(found, "control", reading)
     paired = []
     for each in found:
         paths = [of_folder.get(each.path) for of_folder in partners]

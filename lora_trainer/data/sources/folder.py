@@ -47,10 +47,20 @@ def read_folder(listing: Listing, request: SourceRequest, reading: SourceReading
     texts = {folder: texts_beside(names, request) for folder, names in listing.names.items()}
     images = _images_of(listing, request, reading)
     rows = _rows_of(listing, images, texts, request, reading)
+    captioned = {
+        (folder, name) for folder, name in images if any(each.is_caption for each in texts[folder].of.get(name, ()))
+    }
+    if rows:
+        keys = {key for key, row in rows.items() if row.text is not None}
+        captioned.update(each for each in images if key_of(str(listing.path(*each))) in keys)
+    images = without_side_folders(root, images, captioned, request, reading)
     folders = kohya_folders(root, sorted({folder for folder, _ in images}), request, reading)
     bases = {folder: root / folder for folder in texts}
     readers = {folder: reader_of(base) for folder, base in bases.items()}
     files, found = FilesBelow(root), list[FoundImage]()
+    for key, row in rows.items():
+        if row.controls:
+            files.compare(Path(key).parent, row.controls)
     for folder, name in images:
         kohya = folders[folder]
         repeats = request.repeats(kohya[0] if kohya else 1)
@@ -123,8 +133,7 @@ def _images_of(listing: Listing, request: SourceRequest, reading: SourceReading)
             f"{listing.root}: {len(controls)} control images beside images are not used (first: {controls[0]});"
             f' control_images = ["FOLDER/*{CONDITION_LABEL}"] uses them.'
         )
-    samples = [(folder, name) for _, folder, name in sorted(found)]
-    return without_side_folders(listing.root, samples, request, reading)
+    return [(folder, name) for _, folder, name in sorted(found)]
 
 
 def _rows_of(

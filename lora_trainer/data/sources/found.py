@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,9 @@ class SourceReading:
     without_caption: list[str] = field(default_factory=list)  # JSON beside images of a source that holds none
     filled: Counter[tuple[str, ...]] = field(default_factory=Counter)  # keys of captions in JSON beside its images
     first_filled: dict[tuple[str, ...], Path] = field(default_factory=dict)  # the first image of each of these
+    # The files of each folder of masks or control images, and those of them all that belong to an image of any source.
+    partners: dict[tuple[str, Path], Sequence[Path]] = field(default_factory=dict)
+    paired: set[Path] = field(default_factory=set)
 
     def find(self, code: str, severity: Severity, message: str, fix: str, path: Path | None = None) -> None:
         self.findings.append(Finding(code, severity, message, fix, path=path))

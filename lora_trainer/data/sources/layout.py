@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,10 +29,12 @@ REG_FOLDERS = frozenset(
 )
 SIDE_FOLDERS = frozenset(
     (
-        "mask masks depth depths canny pose poses openpose edges lineart normal normals seg segmentation segmentations"
-        " control controls control_images conditioning conditioning_images"
+        "mask masks masklabel depth depths canny openpose normals seg segmentation segmentations control_images conditioning"
+        " conditioning_images condlabel"
     ).split()
 )
+# Words that mean other things as well: an expression, a style, a group of an experiment.
+ORDINARY_FOLDERS = frozenset("pose poses edges lineart normal control controls".split())
 
 
 def kohya_name(name: str) -> tuple[int, str] | None:
@@ -96,18 +98,24 @@ def kohya_folders(
 
 
 def without_side_folders(
-    root: Path, images: list[tuple[str, str]], request: SourceRequest, reading: SourceReading
+    root: Path,
+    images: list[tuple[str, str]],
+    captioned: set[tuple[str, str]],
+    request: SourceRequest,
+    reading: SourceReading,
 ) -> list[tuple[str, str]]:
     """The images (folder, name) that are samples: not those of folders of masks, control or regularization images.
 
-    Where all lie in such folders, they are what was named.
+    Where all lie in such folders, they are what was named. Masks and control images have no captions: those that have, the
+    `captioned`, are samples. `root` is the folder or the tar that holds them.
     """
-    sides = dict[str, str]()  # the folder of masks and so on that a folder is or lies in
-    for folder in dict.fromkeys(folder for folder, _ in images):
-        inner = folder.split("/")
-        named = [part.lower() in SIDE_FOLDERS or part.lower() in REG_FOLDERS for part in inner]
-        sides[folder] = "/".join(inner[: named.index(True) + 1]) if any(named) else ""
-    if all(sides.values()) or not any(sides.values()):
+    # The folder of masks and so on that a folder is or lies in.
+    folders = dict.fromkeys(folder for folder, _ in images)
+    sides = {folder: _part_named(folder, SIDE_FOLDERS | REG_FOLDERS) for folder in folders}
+    if all(sides.values()):
+        return images
+    _find_ordinary(root, [each for each in images if not sides[each[0]]], reading)
+    if not any(sides.values()):
         return images
     stems = {folded(each) for folder, name in images if not sides[folder] for each in (name, stem_of(name))}
     aside: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -115,6 +123,7 @@ def without_side_folders(
         if sides[folder]:
             aside[sides[folder]].append((folder, name))
     left_out: set[tuple[str, str]] = set()
+    in_tar = not root.is_dir()
     for folder, several in aside.items():
         place = root / folder
         count = counted(len(several), "image")
@@ -122,17 +131,51 @@ def without_side_folders(
             if not request.section.is_reg:
                 message = f"{place}: {count} not trained: the folder is named as one of regularization images."
                 fix = f'Make it a source: path = "{place}", is_reg = true. To train it like the others, rename it.'
+                if in_tar:
+                    fix = f"Unpack it first; make {folder} a source with is_reg = true. To train it like the others, rename it."
                 reading.find("reg_folder", "warning", message, fix)
                 left_out.update(several)
-        elif all(folded(stem_of(name)) in stems for _, name in several):
-            message = f"{place}: {count} not trained: the folder is named as one of masks or control images, and they as other images."
+        elif captioned.isdisjoint(several) and all(folded(stem_of(name)) in stems for _, name in several):
+            message = (
+                f"{place}: {count} not trained: its name says masks or control images, and each image in it has the name of"
+                " another image."
+            )
             fix = f'Set masks or control_images of the source to "{place}". To train it like the others, rename it.'
+            if in_tar:
+                fix = (
+                    f"Unpack it first; set masks or control_images to {folder}. To train it like the others, rename it."
+                )
             reading.find("side_folder", "warning", message, fix)
             left_out.update(several)
         else:
-            message = f"{place}: {count} trained like the others, though the folder is named as one of masks or control images."
-            reading.find("side_folder", "warning", message, "Move it out of the data, or rename it if that is meant.")
+            _find_trained(place, count, reading)
     return [each for each in images if each not in left_out]
+
+
+def _part_named(folder: str, words: frozenset[str]) -> str:
+    """The outermost folder that is named as one of the words, of those that a folder lies in, or itself; empty for none."""
+    inner = folder.split("/")
+    named = [part.lower() in words for part in inner]
+    return "/".join(inner[: named.index(True) + 1]) if any(named) else ""
+
+
+def _find_ordinary(root: Path, images: Sequence[tuple[str, str]], reading: SourceReading) -> None:
+    """Name the folders whose images may be control images by their names: each has the name of another image."""
+    parts = {folder: _part_named(folder, ORDINARY_FOLDERS) for folder in dict.fromkeys(folder for folder, _ in images)}
+    if not any(parts.values()):
+        return
+    aside: dict[str, list[str]] = defaultdict(list)
+    for folder, name in images:
+        aside[parts[folder]].append(name)
+    stems = {folded(each) for name in aside.pop("", ()) for each in (name, stem_of(name))}
+    for folder, names in aside.items():
+        if all(folded(stem_of(name)) in stems for name in names):
+            _find_trained(root / folder, counted(len(names), "image"), reading)
+
+
+def _find_trained(place: Path, count: str, reading: SourceReading) -> None:
+    message = f"{place}: {count} trained like the others, though its name says masks or control images."
+    reading.find("side_folder", "warning", message, "Move it out of the data, or rename it if that is meant.")
 
 
 def find_splits(root: Path, found: Iterable[FoundImage], reading: SourceReading) -> None:

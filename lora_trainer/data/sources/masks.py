@@ -38,15 +38,13 @@ def with_masks(
         message = f"There is no folder of masks {request.section.masks}."
         reading.problem(message, "Check data.sources.masks: a folder of gray images, or `alpha`.")
         return list(found)
-    files = find_partners(folder)
-    masks = files.pair(found, root, (MASK_LABEL, ""), "mask", reading)
+    masks = find_partners(folder).pair(found, root, (MASK_LABEL, ""), "mask", reading)
     paired = [replace(each, mask=Mask(masks[each.path])) if each.path in masks else each for each in found]
     if found and not any(each.mask for each in paired):
         reading.problem(
             f"{folder} holds no mask of any of {len(found)} images.",
             f"A mask has its image's name: {found[0].path.stem}.png or {found[0].path.stem}{MASK_LABEL}.png. Or remove masks.",
         )
-    files.find_unpaired(found, "mask", reading)
     for each in paired:
         if each.mask is None:
             _missing(each.path, f"has no mask in {folder.name}", reading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.bounded import TextError
 from lora_trainer.core.findings import Severity, counted
 from lora_trainer.data.sample import ControlImage
-from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages
+from lora_trainer.data.sources.names import EXACT, FOLDED, NamedImages, folded
 from lora_trainer.data.sources.rows import READERS, SourceRow, Table, TableColumns, read_table
 
 if TYPE_CHECKING:
     from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 
 CUT = FOLDED + 1  # a name without its ending is behind all that are whole
+MOVED = 2 * CUT  # and the end of an absolute path behind what is named itself
+MOST_SUFFIXES = 32  # of an absolute path that are looked for
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 
 
@@ -32,11 +34,16 @@ def key_of(path: str) -> str:
 def possible_places(name: str) -> Iterator[str]:
     """The path that a table has, then an absolute one without its first folders, which may be those of another computer:
     `C:\\data\\cats\\a.png` may be `cats/a.png`, or `a.png`."""
-    parts = name.replace("\\", "/").split("/")
-    yield "/".join(parts)
-    if parts[0] == "" or re.fullmatch("[A-Za-z]:", parts[0]):
-        for first in range(1, len(parts)):
+    yield name.replace("\\", "/")
+    if is_absolute(name):
+        parts = name.replace("\\", "/").split("/")
+        for first in range(max(1, len(parts) - MOST_SUFFIXES), len(parts)):
             yield "/".join(parts[first:])
+
+
+def is_absolute(name: str) -> bool:
+    """Whether a path is absolute, on whatever system."""
+    return re.match(r"[/\\]|[A-Za-z]:[/\\]", name) is not None
 
 
 class FilesBelow:
@@ -45,16 +52,33 @@ class FilesBelow:
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.normpath(root))
         self._names: dict[Path, NamedImages[str]] = {}
-        self.moved = 0  # files found below the folder by an absolute path of somewhere else
+        self.moved: dict[Path, set[str]] = {}  # the absolute paths of elsewhere that end at each file below the folder
+
+    def compare(self, folder: Path, names: Iterable[str]) -> None:
+        """Before the first `find`: two absolute paths of elsewhere that end at one file mean two files, and find none; nor
+        does one whose file is named itself."""
+        names = list(names)
+        for name in filter(is_absolute, names):
+            self.find(folder, name)
+        for name in names if self.moved else ():
+            path = None if is_absolute(name) else self.find(folder, name)
+            if path in self.moved:
+                self.moved[path].add(name)
 
     def find(self, folder: Path, name: str) -> Path:
         """The file that a table in `folder` names; where there is none, the only one whose name differs little."""
-        places = [Path(os.path.normpath(os.path.join(folder, place))) for place in possible_places(name)]
-        for path in map(self._nearest, places):
+        named = None
+        for place in possible_places(name):
+            whole = Path(os.path.normpath(os.path.join(folder, place)))
+            path = self._nearest(whole)
+            named = named or whole
             if os.path.lexists(path):
-                self.moved += len(places) > 1 and path != places[0]
-                return path
-        return places[0]
+                if whole == named:
+                    return path
+                names = self.moved.setdefault(path, set())
+                names.add(folded(str(named)))
+                return path if len(names) == 1 else named
+        return named or folder
 
     def _nearest(self, path: Path) -> Path:
         if os.path.lexists(path) or not path.is_relative_to(self._root):
@@ -80,22 +104,39 @@ def read_metadata(
     table = table_or_finding(path, reading, columns)
     if table is None:
         return {}
-    found, absent, moved = list[tuple[SourceRow, int, Sequence[str]]](), list[str](), 0
+    named, elsewhere = list[tuple[SourceRow, int, Sequence[str]]](), set[str]()
     for row in table.rows:
         for number, place in enumerate(possible_places(row.name)):
             nearness, keys = images.find(key_of(os.path.join(path.parent, place)))
             if keys:
-                moved += number > 0
+                if number:
+                    elsewhere.add(row.name)
+                    nearness += MOVED
                 break
-        if keys:
-            found.append((row, nearness, keys))
-        else:
-            absent.append(row.name)
-    note_moved(path, moved, reading)
+        named.append((row, nearness, keys))
+    named = _without_doubtful(named)
+    found, absent = [each for each in named if each[2]], [row.name for row, _, keys in named if not keys]
+    note_moved(path, sum(row.name in elsewhere for row, _, _ in found), reading)
     if absent:
         message = f"names {len(absent)} images that are not there (first: {absent[0]})."
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     return _rows_by_image(found, path, reading)
+
+
+def _without_doubtful(
+    named: Sequence[tuple[SourceRow, int, Sequence[str]]],
+) -> list[tuple[SourceRow, int, Sequence[str]]]:
+    """The rows, how near the names of their images are, and these images: none for an absolute path where another one
+    ends at the same image, for both mean another file."""
+    names: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for row, nearness, images in named:
+        if is_absolute(row.name):
+            for image in images:
+                names[image, nearness].add(folded(key_of(row.name)))
+    return [
+        (row, nearness, [image for image in images if len(names.get((image, nearness), ())) < 2])
+        for row, nearness, images in named
+    ]
 
 
 def note_moved(path: Path, count: int, reading: SourceReading) -> None:
@@ -213,7 +254,7 @@ def with_captions_file(
         return list(found)
     base = root if root.is_dir() else root.parent
     images = _TableImages((str(each.path) for each in found), (str(root), str(base), str(path.parent)))
-    named = [(row, *images.find(row.name)) for row in table.rows]
+    named = _without_doubtful([(row, *images.find(row.name)) for row in table.rows])
     absent = [row.name for row, _, paths in named if not paths]
     if absent and len(absent) == len(named):
         message = f"{path} has no caption of any of {len(found)} images"
@@ -225,6 +266,7 @@ def with_captions_file(
         message = f"names {len(absent)} images that are not among the data (first: {absent[0]})."
         reading.find("absent_image", "warning", message, "Add them or remove the lines.", path)
     files = FilesBelow(path.parent)
+    files.compare(path.parent, (name for row in table.rows for name in row.controls))
     own = [rows.get(str(each.path)) for each in found]
     if None in own:
         count = len(found) - own.count(None)
@@ -280,7 +322,8 @@ class _TableImages:
         for cut, alone in enumerate(_with_and_without_ending(os.path.basename(key_of(slashed)))):
             near, images = self._names.find(alone)
             if len(images) == 1:
-                nearest = _nearer(nearest, (near + cut * CUT, images))
+                near += cut * CUT + (MOVED if is_absolute(name) else 0)
+                nearest = _nearer(nearest, (near, images))
         return nearest
 
 

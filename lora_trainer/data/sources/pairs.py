@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.core.findings import counted
@@ -25,7 +25,6 @@ class PartnerFiles:
 
     folder: Path
     files: Sequence[tuple[Path, str]]
-    paired: set[Path] = field(default_factory=set)  # that belong to an image
 
     def pair(
         self, found: Sequence[FoundImage], root: Path, labels: Sequence[str], kind: str, reading: SourceReading
@@ -36,16 +35,9 @@ class PartnerFiles:
         """
         ranked = self._ranked({each.path: path_below(each.path, root) for each in found}, labels)
         _find_doubtful(ranked, kind, reading)
-        self.paired.update(file for partners in ranked.values() for _, file in partners)
+        reading.partners[kind, self.folder] = [file for file, _ in self.files]
+        reading.paired.update(file for partners in ranked.values() for _, file in partners)
         return {image: min(partners)[1] for image, partners in ranked.items()}
-
-    def find_unpaired(self, found: Sequence[FoundImage], kind: str, reading: SourceReading) -> None:
-        """Name the files that `pair` gave to no image. Beside the images of a source these may be other images."""
-        unpaired = [file for file, _ in self.files if file not in self.paired]
-        if unpaired and not any(each.path.is_relative_to(self.folder) for each in found):
-            names = ", ".join(file.name for file in unpaired[:MOST_NAMED])
-            message = f"{self.folder}: {counted(len(unpaired), WORDS[kind])} without an image of that name ({names})."
-            reading.find(f"orphan_{kind}", "note", message, "Name each as its image is named, or remove it.")
 
     def _ranked(self, places: Mapping[Path, str], labels: Sequence[str]) -> dict[Path, list[Ranked]]:
         # By the place without its ending, and with it.
@@ -89,6 +81,16 @@ def find_partners(folder: Path) -> PartnerFiles:
     listing = list_folder(folder, SourceReading())
     paths = (listing.path(inner, name) for inner, names in listing.names.items() for name in filter(is_image, names))
     return PartnerFiles(folder, [(path, path_below(path, folder)) for path in paths])
+
+
+def find_unpaired(found: Sequence[FoundImage], reading: SourceReading) -> None:
+    """Name the files that belong to no image of all sources. Beside the images of a source these may be other images."""
+    for (kind, folder), files in reading.partners.items():
+        unpaired = [file for file in files if file not in reading.paired]
+        if unpaired and not any(each.path.is_relative_to(folder) for each in found):
+            names = ", ".join(file.name for file in unpaired[:MOST_NAMED])
+            message = f"{folder}: {counted(len(unpaired), WORDS[kind])} without an image of that name ({names})."
+            reading.find(f"orphan_{kind}", "note", message, "Name each as its image is named, or remove it.")
 
 
 def path_below(path: Path, root: Path) -> str:

@@ -32,6 +32,8 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
         reading.problem(f"{path} {reading.findings[-1].message}", TABLE_FIX)
         return []
     below, texts = FilesBelow(path.parent), dict[Path, TextFiles]()
+    names = (name for row in table.rows for name in (row.name, *row.controls))
+    below.compare(path.parent, (name for name in names if _possible(name) and not name.startswith(SHARES)))
     found, elsewhere = [], []
     outside, impossible = 0, []
     for row in table.rows:
@@ -76,7 +78,7 @@ def read_table_source(path: Path, request: SourceRequest, reading: SourceReading
     if impossible:
         message = f"names {len(impossible)} images as no file can be named (first: {impossible[0]!r:.80})."
         reading.find("absent_image", "warning", message, "Fix or remove the lines.", path)
-    note_moved(path, below.moved, reading)
+    note_moved(path, sum(len(names) == 1 for names in below.moved.values()), reading)
     if outside:
         reading.note(f"{path.name}: {outside} of its {len(found)} images lie outside of its folder.")
     return found

@@ -120,7 +120,13 @@ def images_of(
     if labeled:
         reading.note(f"{path}: {len(labeled)} masks and control images beside images are not used.")
     members = [posixpath.split(name) for name in names if name not in labeled]
-    main = [names[posixpath.join(*member)] for member in without_side_folders(path, members, request, reading)]
+    captioned = {
+        member
+        for member in members
+        if any(each.is_caption for each in texts.of.get(names[posixpath.join(*member)], ()))
+    }
+    members = without_side_folders(path, members, captioned, request, reading)
+    main = [names[posixpath.join(*member)] for member in members]
     if others:
         first = keys[others[0]].images[0][0]
         reading.note(f"{path}: {len(others)} images beside another of their key are skipped (first: {first}).")
