@@ -214,13 +214,17 @@ def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
     if (own := SAMPLE_FLAGS.get(word)) in flags and "--strength" in flags:
         return f"Use {own} {value if isinstance(parse_value(value), int | float) else 'VALUE'}."
     named, removed = _of_other_trainers(word) if "--set" in flags else (None, "")
-    if removed:
-        return removed
     settings = [name for name in setting_names() if "--set" in flags and name.partition(".")[2] == word]
+    if removed and not settings:
+        return removed
     settings = settings if named is None else [named]
     if settings and f"--{word.replace('_', '-')}" not in flags:
         return f"Use {' or '.join(_assigned(name, value, flags) for name in settings)}."
     return nearest(flag, flags)
+
+
+# What other trainers call the images that are trained.
+DATA_FLAGS = ("train_data_dir", "instance_data_dir", "dataset_name", "dataset_dir")
 
 
 def _of_other_trainers(word: str) -> tuple[str | None, str]:
@@ -232,6 +236,9 @@ def _of_other_trainers(word: str) -> tuple[str | None, str]:
     for key in dict.fromkeys((word, word.replace(".", "_"))):
         for known in rules():
             if rule := known.get(key):
+                # More than a path: regularization images, masks, control images.
+                if rule.ours and rule.ours[0] == "data.sources" and word not in DATA_FLAGS:
+                    return None, "It describes data: write it as a source of a config (docs/data.md)."
                 return (rule.ours[0], "") if rule.ours else (None, f"It has no use here ({rule.why}): remove it.")
     section, dot, key = word.partition(".")
     own = dot and section in section_types() and section not in ("train", "lora", "model")

@@ -22,6 +22,7 @@ _ours: list[bool] = []
 _hidden: set[str] = set()
 _broken: dict[str, str] = {}  # libraries whose import failed, and why
 MOST_REASON = 150  # characters
+PARTS = {"bitsandbytes": "optim"}  # that a whole library has
 
 
 def own_process() -> None:
@@ -81,8 +82,10 @@ def why_unusable(name: str) -> str | None:
     try:
         with shown(name), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of no concern to who asks
-            import_module(name)
-    except Exception as error:  # noqa: BLE001  built for another version or system, it may raise anything
+            module = import_module(name)
+            if module.__file__ is None or not hasattr(module, PARTS.get(name, "__name__")):  # what uninstalling left
+                raise ImportError("its files are not complete")
+    except (Exception, SystemExit) as error:  # noqa: BLE001  built for another version or system, it may raise anything
         text = " ".join(str(error).split()) or type(error).__name__
         _broken[name] = f"does not load ({text[:MOST_REASON]})"
         sys.modules[name] = None  # type: ignore[assignment]  # as above

@@ -194,9 +194,9 @@ MASK_FINDINGS: dict[str, tuple[Severity, str, str]] = {
         "Name the folder of masks: white where the image counts, black elsewhere.",
     ),
     "dark_mask": (
-        "warning",
-        "has a mask whose brightest value is {brightest} of 255: nothing counts in full.",
-        "Scale it so that what is to be learned is white (255), unless that is meant.",
+        "note",
+        "has a mask whose brightest value is {brightest} of 255. It counts like white there: a loss is divided by its mask.",
+        "If these are numbers of classes, paint white (255) what is to be learned.",
     ),
     "turned_mask": (
         "note",
@@ -205,7 +205,7 @@ MASK_FINDINGS: dict[str, tuple[Severity, str, str]] = {
     ),
     "black_mask": (
         "warning",
-        "has a mask that is black everywhere: nothing of it is learned.",
+        "has a mask that is black everywhere, or nearly so.",
         "Paint white (255) what is to be learned, or remove the image.",
     ),
     "cut_off": (

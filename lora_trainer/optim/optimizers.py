@@ -155,7 +155,7 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     library = module.partition(".")[0]
     try:
         kind: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # an installed library that fails to load raises all kinds
+    except (Exception, SystemExit) as error:  # an installed library that fails to load raises all kinds
         raise UsageError(
             Problem(
                 "library_missing",

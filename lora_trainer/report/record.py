@@ -13,6 +13,7 @@ from lora_trainer.core.io import read_json, write_json
 FILE = "run.json"
 BEFORE_AFTER = "before_after"  # the key of the file of sample images with and without the LoRA, and its name
 SHOWN_EVENTS = 200
+TABLES = ("config", "files", "pinned", "seconds")  # parts that a run which continues reads
 PHASES = ("cache", "train", "validate", "total")
 Status = Literal["running", "done", "refused", "unresolved", "failed", "stopped"]
 
@@ -90,10 +91,13 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not path.is_file() and not any(folder.glob("checkpoints/step-*")):
         return None
     try:
-        document: dict[str, Any] = read_json(path)
+        document: Any = read_json(path)
     except (ValueError, OSError):
         return {"status": "failed", "steps": 0}
-    return document if isinstance(document, dict) else {"status": "failed", "steps": 0}
+    if not isinstance(document, dict):
+        return {"status": "failed", "steps": 0}
+    # A part of another type is as good as missing.
+    return {name: part for name, part in document.items() if name not in TABLES or isinstance(part, dict)}
 
 
 def step_files(folder: Path) -> list[Path]:

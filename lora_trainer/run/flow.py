@@ -89,7 +89,7 @@ from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.run.verdict_images import keep_verdict_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.checkpoints.scratch import Scratch, fastest_place
+from lora_trainer.training.checkpoints.scratch import make_scratch
 from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.guidance import make_guidance_target
@@ -321,12 +321,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
     if saved.scratch is not None and is_main:
         say, most = session.console.print, int(saved.scratch_limit_gb * 10**9)
         size = 3 * 4 * context.adapter.size  # of a checkpoint: fp32 weights, and AdamW's two moments
-        root = (
-            fastest_place(session.folder, size, most, say)
-            if saved.scratch == "auto"
-            else Path(saved.scratch).expanduser()
-        )
-        scratch = None if root is None else Scratch(root, session.folder / "checkpoints", most, say)
+        scratch = make_scratch(saved.scratch, session.folder, size, most, say)
 
     return Run(
         config=config,

@@ -106,7 +106,7 @@ def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
         return False
     if record.get("status") == "done" and record.get("training", {}).get("stopped_early"):
         return True  # its patience is longer now
-    before, now = record.get("config", {}).get("train", {}), order.config.train.model_dump(mode="json")
+    before, now = record.get("config", {}).get("train") or {}, order.config.train.model_dump(mode="json")
     return any(before.get(key) != now[key] for key in LENGTHS)
 
 

@@ -312,8 +312,8 @@ BAD_MASKS: dict[str, tuple[Callable[[], Image.Image], str, str]] = {
     "photo": (lambda: photo(WIDE, WIDE, 40), "colored_mask", "error"),
     "overlay": (lambda: Image.blend(photo(WIDE, WIDE, 41), colors(disk(), "black", "red"), 0.4), "colored_mask", "error"),
     "gray_photo": (lambda: noise_image(WIDE, WIDE, 42).convert("L"), "photo_mask", "warning"),
-    "half_gray": (lambda: disk(levels=(0, 128)), "dark_mask", "warning"),
-    "half_clear": (lambda: with_opacity(disk(), disk(levels=(0, 128))), "dark_mask", "warning"),
+    "half_gray": (lambda: disk(levels=(0, 128)), "dark_mask", "note"),
+    "half_clear": (lambda: with_opacity(disk(), disk(levels=(0, 128))), "dark_mask", "note"),
     "clipspace": (lambda: with_opacity(noise_image(WIDE, WIDE, 43), disk()), "ambiguous_mask", "warning"),
     "both": (lambda: with_opacity(labels(0, 255, 255, 0), disk()), "ambiguous_mask", "warning"),
 }  # fmt: skip

@@ -109,6 +109,8 @@ def refuse_unwritable(folder: Path, lacking: str, *, only_looks: bool = False) -
             with Claims(folder):
                 return
         existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(existing, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import random
 import re
 import struct
@@ -21,7 +22,7 @@ from lora_trainer.data.images.images import BrokenImageError
 
 RAW_FORMATS = ("BMP", "PPM", "TIFF")
 CODED_FORMATS = ("WEBP", "AVIF")
-FEWEST_ZEROS, PIXELS_A_ZERO = 64, 8000  # of one color, WebP's own code ends in a byte of zeros for 10,000 pixels
+FEWEST_ZEROS, PIXELS_A_ZERO = 64, 3000  # of one color, WebP's own code ends in a byte of zeros for 5,000 pixels
 GRAY = (127, 128)  # what libjpeg shows of blocks that are missing
 CORNER = 4  # pixels of the side of the part that comes last
 BYTES_A_PIXEL = 0.25  # more than noise takes that fills the rest of a JPEG
@@ -42,6 +43,12 @@ def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> bo
     if image.format in CODED_FORMATS or is_gray or (is_jpeg and "progressive" in image.info):
         with open_again() as file:
             data = file.read()
+    elif is_jpeg:
+        with open_again() as file:
+            file.seek(-FEWEST_ZEROS, os.SEEK_END)
+            if not file.read().strip(b"\0"):  # as an interrupted copy leaves it
+                file.seek(0)
+                data = file.read()
     is_cut = False
     if is_jpeg and data:
         is_cut = _is_jpeg_cut(image, data, corner)
@@ -66,7 +73,7 @@ def _is_jpeg_cut(image: Image.Image, data: bytes, corner: Image.Image) -> bool:
             return False
     end = data.find(END, start)
     if end < 0:
-        return False
+        return data.endswith(bytes(FEWEST_ZEROS))
     if "progressive" in image.info:
         return _lacks_scans(data, start, end)
     layers = image.layer  # type: ignore[attr-defined]

@@ -25,11 +25,11 @@ MOST_NAMED = 5
 
 SPLITS = frozenset("train training val valid validation test testing".split())
 REG_FOLDERS = frozenset(
-    "reg reg_images regularization regularisation regularization_images regularisation_images class_images".split()
+    "reg regs reg_images regularization regularisation regularization_images regularisation_images class_images".split()
 )
 SIDE_FOLDERS = frozenset(
     (
-        "mask masks masklabel depth depths canny openpose normals seg segmentation segmentations control_images conditioning"
+        "mask masks mask_images masklabel depth depths canny openpose normals seg segmentation segmentations control_images conditioning"
         " conditioning_images condlabel"
     ).split()
 )
@@ -127,7 +127,7 @@ def without_side_folders(
     for folder, several in aside.items():
         place = root / folder
         count = counted(len(several), "image")
-        if place.name.lower() in REG_FOLDERS:
+        if _plain_name(place.name) in REG_FOLDERS:
             if not request.section.is_reg:
                 message = f"{place}: {count} not trained: the folder is named as one of regularization images."
                 fix = f'Make it a source: path = "{place}", is_reg = true. To train it like the others, rename it.'
@@ -152,10 +152,15 @@ def without_side_folders(
     return [each for each in images if each not in left_out]
 
 
+def _plain_name(name: str) -> str:
+    """`reg_images` of `Reg Images`, `control` of `control1`: how people write it makes no difference."""
+    return re.sub(r"[\s-]+", "_", name.lower()).rstrip("_0123456789")
+
+
 def _part_named(folder: str, words: frozenset[str]) -> str:
     """The outermost folder that is named as one of the words, of those that a folder lies in, or itself; empty for none."""
     inner = folder.split("/")
-    named = [part.lower() in words for part in inner]
+    named = [_plain_name(part) in words for part in inner]
     return "/".join(inner[: named.index(True) + 1]) if any(named) else ""
 
 

@@ -34,7 +34,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
     read_checkpoint,
 )
 
-AUTO_PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+AUTO_PLACES = ("/dev/shm", "")  # empty: the system's folder of temporary files
 MEASURED_BYTES, MEASURED_TIMES = 16 * 2**20, 3
 WORTH_COPYING = 2.0  # times as fast as the run's folder: each checkpoint is copied there afterwards
 PLACE, OWNER, LOCK = ".lora-trainer-scratch", "owner.json", ".lock"
@@ -132,6 +132,15 @@ class Scratch:
         self._warned = True
 
 
+def make_scratch(named: str, folder: Path, needed: int, limit: int, say: Say) -> Scratch | None:
+    """The scratch folder of a run in `folder`, by `checkpoint.scratch`; None where `auto` finds none that is faster.
+
+    A checkpoint has `needed` bytes, and those in the scratch folder at most `limit` together.
+    """
+    root = fastest_place(folder, needed, limit, say) if named == "auto" else Path(named).expanduser()
+    return None if root is None else Scratch(root, folder / "checkpoints", limit, say)
+
+
 def fastest_place(folder: Path, needed: int, limit: int, say: Say) -> Path | None:
     """For `checkpoint.scratch=auto`: where checkpoints of `needed` bytes are written fastest, by a short measurement.
 
@@ -142,9 +151,10 @@ def fastest_place(folder: Path, needed: int, limit: int, say: Say) -> Path | Non
         larger = f"a checkpoint has {size_words(needed)}, more than checkpoint.scratch_limit_gb"
         say(f"checkpoint.scratch=auto: {larger}. Checkpoints are written to {folder}.")
         return None
-    places = []
-    for place in AUTO_PLACES:
-        with contextlib.suppress(OSError):
+    places = list[Path]()
+    for named in AUTO_PLACES:
+        with contextlib.suppress(OSError):  # such as a system without any folder of temporary files
+            place = Path(named or tempfile.gettempdir())
             disk = shutil.disk_usage(place)
             if os.access(place, os.W_OK) and disk.free - needed >= LEFT_FREE * disk.total:
                 places.append(place)

@@ -47,7 +47,7 @@ def test_auto_takes_the_place_that_is_fast_enough_to_be_worth_the_copy(
     run, memory, disk, gone = (tmp_path / name for name in ("run", "memory", "disk", "gone"))
     for folder in (run, memory, disk):
         folder.mkdir()
-    monkeypatch.setattr(scratching, "AUTO_PLACES", (memory, disk, gone))
+    monkeypatch.setattr(scratching, "AUTO_PLACES", (str(memory), str(disk), str(gone)))
     monkeypatch.setattr(scratching, "LEFT_FREE", 0.0)
     lines = list[str]()
     for speeds, expected in (
