@@ -67,6 +67,7 @@ def test_images_without_their_end_are_unreadable(tmp_path: Path) -> None:
         "restarts.jpg": apart[: len(apart) // 2] + END,
         "gray.jpg": gray[: len(gray) // 2] + END,
         "zeros.jpg": zeroed(jpeg, 0.5),
+        "zeros_late.jpg": zeroed(jpeg, 0.95),
         "lossy.webp": zeroed(encoded(scene, "WEBP", quality=80), 0.6),
         "lossless.webp": zeroed(encoded(scene, "WEBP", lossless=True), 0.9),
         "zeros.avif": zeroed(encoded(scene, "AVIF", quality=80), 0.6),
