@@ -223,10 +223,6 @@ def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
     return nearest(flag, flags)
 
 
-# What other trainers call the images that are trained.
-DATA_FLAGS = ("train_data_dir", "instance_data_dir", "dataset_name", "dataset_dir")
-
-
 def _of_other_trainers(word: str) -> tuple[str | None, str]:
     """Our setting or flag for another trainer's word (`network_dim`, `train.lr`), or why it is not needed; else (None, "")."""
     if named := COMMON_NAMES.get(word.replace(".", "_")):
@@ -237,7 +233,7 @@ def _of_other_trainers(word: str) -> tuple[str | None, str]:
         for known in rules():
             if rule := known.get(key):
                 # More than a path: regularization images, masks, control images.
-                if rule.ours and rule.ours[0] == "data.sources" and word not in DATA_FLAGS:
+                if rule.ours and rule.ours[0] == "data.sources":
                     return None, "It describes data: write it as a source of a config (docs/data.md)."
                 return (rule.ours[0], "") if rule.ours else (None, f"It has no use here ({rule.why}): remove it.")
     section, dot, key = word.partition(".")

@@ -11,6 +11,7 @@ COMMON_NAMES = {
     **dict.fromkeys(("lora_alpha", "linear_alpha"), "lora.alpha"),
     **dict.fromkeys(("res", "size", "image_size"), "data.resolution"),
     **dict.fromkeys(("images", "image_dir", "data_dir", "dataset", "dataset_path", "folder_path"), "data.sources"),
+    **dict.fromkeys(("train_data_dir", "instance_data_dir", "dataset_name", "dataset_dir"), "data.sources"),
     **dict.fromkeys(("base_model", "model_path", "name_or_path", "checkpoint", "ckpt"), "model.path"),
     **dict.fromkeys(("out", "out_dir", "output_folder", "save_dir", "training_folder"), "run.output"),
     **dict.fromkeys(("precision", "dtype"), "memory.weight_dtype"),

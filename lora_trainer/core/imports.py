@@ -83,7 +83,8 @@ def why_unusable(name: str) -> str | None:
         with shown(name), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of no concern to who asks
             module = import_module(name)
-            if module.__file__ is None or not hasattr(module, PARTS.get(name, "__name__")):  # what uninstalling left
+            lacks_part = name in PARTS and not hasattr(module, PARTS[name])
+            if module.__file__ is None or lacks_part:  # what uninstalling left
                 raise ImportError("its files are not complete")
     except (Exception, SystemExit) as error:  # noqa: BLE001  built for another version or system, it may raise anything
         text = " ".join(str(error).split()) or type(error).__name__

@@ -36,23 +36,12 @@ def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> bo
 
     Whether the end may be missing of a format whose pixels alone can show it: a drawing on black may end so, too.
     """
-    data = b""
-    corner = image.crop((image.width - CORNER, image.height - CORNER, image.width, image.height))
-    is_jpeg = image.format in ("JPEG", "MPO")
-    is_gray = is_jpeg and set(np.unique(np.asarray(corner)).tolist()) <= set(GRAY)
-    if image.format in CODED_FORMATS or is_gray or (is_jpeg and "progressive" in image.info):
+    is_cut = False
+    if image.format in ("JPEG", "MPO"):
+        is_cut = _is_jpeg_cut(image, open_again)
+    elif image.format in CODED_FORMATS:
         with open_again() as file:
             data = file.read()
-    elif is_jpeg:
-        with open_again() as file:
-            file.seek(-FEWEST_ZEROS, os.SEEK_END)
-            if not file.read().strip(b"\0"):  # as an interrupted copy leaves it
-                file.seek(0)
-                data = file.read()
-    is_cut = False
-    if is_jpeg and data:
-        is_cut = _is_jpeg_cut(image, data, corner)
-    elif data:
         data = data[: _end_of(image.format, data)].removesuffix(image.info.get("exif") or b"")
         zeros = len(data) - len(data.rstrip(b"\0"))
         is_cut = zeros > FEWEST_ZEROS + image.width * image.height / PIXELS_A_ZERO
@@ -62,7 +51,20 @@ def refuse_cut_off(image: Image.Image, open_again: Callable[[], BinaryIO]) -> bo
     return image.format in RAW_FORMATS and _ends_in_a_row(image)
 
 
-def _is_jpeg_cut(image: Image.Image, data: bytes, corner: Image.Image) -> bool:
+def _is_jpeg_cut(image: Image.Image, open_again: Callable[[], BinaryIO]) -> bool:
+    """Whether a JPEG lacks some of its pixels. The file is read where its end shows a sign of it, or only its scans can."""
+    corner = image.crop((image.width - CORNER, image.height - CORNER, image.width, image.height))
+    is_gray = set(np.unique(np.asarray(corner)).tolist()) <= set(GRAY)
+    with open_again() as file:
+        file.seek(-FEWEST_ZEROS, os.SEEK_END)
+        has_zeros = not file.read().strip(b"\0")  # as an interrupted copy leaves it
+        if not (is_gray or has_zeros or "progressive" in image.info):
+            return False
+        file.seek(0)
+        return _ends_early(image, file.read(), corner)
+
+
+def _ends_early(image: Image.Image, data: bytes, corner: Image.Image) -> bool:
     """Whether the scans of a JPEG end before its pixels do, in front of the mark of its end."""
     start, interval = 2, 0
     while data[start : start + 2] != SCAN:  # past thumbnails

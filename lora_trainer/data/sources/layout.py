@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,19 +109,19 @@ def without_side_folders(
     Where all lie in such folders, they are what was named. Masks and control images have no captions: those that have, the
     `captioned`, are samples. `root` is the folder or the tar that holds them.
     """
-    # The folder of masks and so on that a folder is or lies in.
-    folders = dict.fromkeys(folder for folder, _ in images)
-    sides = {folder: _part_named(folder, SIDE_FOLDERS | REG_FOLDERS) for folder in folders}
-    if all(sides.values()):
+    aside = _by_part(images, SIDE_FOLDERS | REG_FOLDERS)
+    samples = aside.pop("", [])
+    if not samples:
         return images
-    _find_ordinary(root, [each for each in images if not sides[each[0]]], reading)
-    if not any(sides.values()):
+    ordinary = _by_part(samples, ORDINARY_FOLDERS)
+    others = ordinary.pop("", [])
+    stems = _stems(others) if ordinary else set[str]()
+    for folder, several in ordinary.items():
+        if _are_named(several, stems):
+            _find_trained(root / folder, counted(len(several), "image"), reading)
+    if not aside:
         return images
-    stems = {folded(each) for folder, name in images if not sides[folder] for each in (name, stem_of(name))}
-    aside: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for folder, name in images:
-        if sides[folder]:
-            aside[sides[folder]].append((folder, name))
+    stems = _stems(samples)
     left_out: set[tuple[str, str]] = set()
     in_tar = not root.is_dir()
     for folder, several in aside.items():
@@ -135,7 +135,7 @@ def without_side_folders(
                     fix = f"Unpack it first; make {folder} a source with is_reg = true. To train it like the others, rename it."
                 reading.find("reg_folder", "warning", message, fix)
                 left_out.update(several)
-        elif captioned.isdisjoint(several) and all(folded(stem_of(name)) in stems for _, name in several):
+        elif captioned.isdisjoint(several) and _are_named(several, stems):
             message = (
                 f"{place}: {count} not trained: its name says masks or control images, and each image in it has the name of"
                 " another image."
@@ -157,25 +157,27 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[\s-]+", "_", name.lower()).rstrip("_0123456789")
 
 
-def _part_named(folder: str, words: frozenset[str]) -> str:
-    """The outermost folder that is named as one of the words, of those that a folder lies in, or itself; empty for none."""
-    inner = folder.split("/")
-    named = [_plain_name(part) in words for part in inner]
-    return "/".join(inner[: named.index(True) + 1]) if any(named) else ""
-
-
-def _find_ordinary(root: Path, images: Sequence[tuple[str, str]], reading: SourceReading) -> None:
-    """Name the folders whose images may be control images by their names: each has the name of another image."""
-    parts = {folder: _part_named(folder, ORDINARY_FOLDERS) for folder in dict.fromkeys(folder for folder, _ in images)}
-    if not any(parts.values()):
-        return
-    aside: dict[str, list[str]] = defaultdict(list)
+def _by_part(images: Iterable[tuple[str, str]], words: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
+    """The images (folder, name) by the outermost folder around them that is named as one of the words; by "" where none is."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    parts = dict[str, str]()  # of each folder
     for folder, name in images:
-        aside[parts[folder]].append(name)
-    stems = {folded(each) for name in aside.pop("", ()) for each in (name, stem_of(name))}
-    for folder, names in aside.items():
-        if all(folded(stem_of(name)) in stems for name in names):
-            _find_trained(root / folder, counted(len(names), "image"), reading)
+        if folder not in parts:
+            inner = folder.split("/")
+            named = [_plain_name(part) in words for part in inner]
+            parts[folder] = "/".join(inner[: named.index(True) + 1]) if any(named) else ""
+        found[parts[folder]].append((folder, name))
+    return found
+
+
+def _stems(images: Iterable[tuple[str, str]]) -> set[str]:
+    """The names of images, with and without their endings, as they are compared."""
+    return {folded(each) for _, name in images for each in (name, stem_of(name))}
+
+
+def _are_named(images: Iterable[tuple[str, str]], stems: set[str]) -> bool:
+    """Whether each of the images has the name of another one."""
+    return all(folded(stem_of(name)) in stems for _, name in images)
 
 
 def _find_trained(place: Path, count: str, reading: SourceReading) -> None:
