@@ -213,6 +213,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(
             assert bench.run(name, *dry, command=command, **own) == 2, (name, dry)
         assert replace(bench, output=tmp_path / "file").run("file", *dry, command=command) == 2
         assert replace(bench, data=inside, output=inside).run("inside", *dry, command=command) == 2
+        assert replace(bench, cache=tmp_path / "file").run("cache", *dry, command=command) == 2
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -223,6 +224,16 @@ def test_a_dry_run_refuses_a_full_disk(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(caching, "free_bytes", lambda folder: 0)
     own = replace(bench, cache=bench.output / "cache")
     assert own.run("full", "--dry-run") == own.run("full", "--dry-run", command="cache") == 2
+
+
+@pytest.mark.parametrize("status", ["done", "stopped"])
+def test_parts_of_a_record_that_are_of_another_type_are_missing(status: str, finished: Bench, tmp_path: Path) -> None:
+    own = replace(finished, output=tmp_path)
+    shutil.copytree(finished.folder("first"), own.folder("first"))
+    file = own.folder("first") / "run.json"
+    damaged = {"status": status, "config": [], "files": [], "pinned": [], "seconds": []}
+    file.write_text(json.dumps({**record(own.folder("first")), **damaged}), encoding="utf-8")
+    assert own.run("first", "--resume") == 0
 
 
 def test_a_dry_run_of_a_resumed_run_refuses_what_cannot_be_changed(finished: Bench, tmp_path: Path) -> None:

@@ -87,13 +87,19 @@ def broken_bitsandbytes(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("untouched", "broken_bitsandbytes")
 @pytest.mark.parametrize(
-    "broken_bitsandbytes", ["RuntimeError", "OSError", "AttributeError", "ImportError"], indirect=True
+    "broken_bitsandbytes", ["RuntimeError", "OSError", "AttributeError", "ImportError", "SystemExit"], indirect=True
 )
 def test_a_library_that_does_not_load_is_refused_before_work(bench, capsys):
     for settings in ({"optimizer__name": "adamw8bit"}, {"memory__weight_dtype": "nf4"}):
         assert bench.run("run", **settings) == 2
         assert "no CUDA here" in capsys.readouterr().err
         assert not bench.folder("run").exists()
+
+
+@pytest.mark.usefixtures("untouched", "broken_bitsandbytes")
+def test_what_is_left_of_a_library_is_not_used(bench, tmp_path):
+    (tmp_path / "broken" / "bitsandbytes" / "__init__.py").write_text("", encoding="utf-8")
+    assert bench.run("run", optimizer__name="adamw8bit") == 2
 
 
 @pytest.mark.usefixtures("broken_bitsandbytes")
