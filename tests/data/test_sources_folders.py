@@ -421,3 +421,13 @@ def test_what_other_programs_leave_beside_images_is_counted(tmp_path: Path, draw
     (tmp_path / "away" / ".c.jpg.icloud").write_bytes(b"x")
     with pytest.raises(UsageError, match="iCloud"):
         read_manifest([tmp_path / "away"])
+
+
+@pytest.mark.parametrize("name", ["@eaDir", "#recycle", "__MACOSX", "lost+found"])
+def test_what_a_system_keeps_in_a_folder_is_not_trained(tmp_path: Path, draw: Draw, name: str) -> None:
+    draw(tmp_path / "cat.png", seed=1, caption="a cat")
+    draw(tmp_path / name / "cat.png" / "thumbnail.png", seed=2, caption="a thumbnail")
+    draw(tmp_path / "kept" / "@eaDir of mine" / "dog.png", seed=3, caption="a dog")
+    manifest, findings = read_manifest([source(tmp_path)])
+    assert captions_of(manifest) == {"cat.png": "a cat", "dog.png": "a dog"}
+    assert findings == ()

@@ -13,6 +13,19 @@ from lora_trainer.data.sources.names import is_image
 if TYPE_CHECKING:
     from lora_trainer.data.sources.found import SourceReading
 
+# Folders that a storage server, a system or an archiver makes: copies, thumbnails and deleted files. In small letters.
+SYSTEM_FOLDERS = frozenset(
+    {
+        "@eadir",
+        "#recycle",
+        "#snapshot",
+        "@recycle",
+        "$recycle.bin",
+        "__macosx",
+        "lost+found",
+        "system volume information",
+    }
+)
 ICLOUD_ENDING = ".icloud"  # of what macOS leaves in place of a file: `.cat.jpg.icloud`
 
 
@@ -20,7 +33,7 @@ ICLOUD_ENDING = ".icloud"  # of what macOS leaves in place of a file: `.cat.jpg.
 class Listing:
     """The files below a folder, by the path of their folder from the root (with `/`, empty for the root).
 
-    Hidden ones are skipped, and so are pipes, sockets and devices, unless they are named like images: then reading
+    Hidden ones and `SYSTEM_FOLDERS` are skipped, and so are pipes, sockets and devices, unless they are named like images: then reading
     them reports what they are. Names are sorted, whatever the file system's order.
     """
 
@@ -66,7 +79,9 @@ def list_folder(root: Path, reading: SourceReading, without: Iterable[Path | Non
                             reading.unread["._ of macOS"] += 1
                         continue
                     kind = _kind(entry)
-                    if kind == "folder":
+                    if kind == "folder" and entry.name.lower() in SYSTEM_FOLDERS:
+                        reading.unread[f"folder {entry.name}"] += 1
+                    elif kind == "folder":
                         folders.append(entry.name)
                     elif kind == "file":
                         files.append(entry.name)
