@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import sys
@@ -53,6 +54,8 @@ SAMPLE_FLAGS = {  # what people call those of `sample`
     **dict.fromkeys(("base_model", "ckpt", "checkpoint"), "--model"),
 }
 
+# The factors of a step's samples in other trainers.
+BATCH_FACTORS = ("train_batch_size", "per_device_train_batch_size", "batch_size", "gradient_accumulation_steps")
 MANY_FLAGS = 3  # unknown ones are likely those of another trainer
 
 PROFILES: dict[str, dict[str, Any]] = {  # of --profile
@@ -166,24 +169,53 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
 def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
     """A problem for each argument that the parser does not know; an unknown flag's value is not another one."""
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    words = _with_values(unknown)
+    batch = _batch_of_other_trainers(words)
     problems: list[Problem] = []
-    values = iter([*unknown[1:], ""])
-    has_value = False
-    for word in unknown:
-        following = next(values)
-        if has_value:
-            has_value = False
-        elif _is_flag(word):
-            flag, joined, value = word.partition("=")
-            has_value = not joined and bool(following) and not _is_flag(following)
-            value = following if has_value else value
-            problems.append(Problem("unknown_flag", f"Unknown flag {flag}.", _suggestion(flag, value, flags)))
-        else:
+    for word, value in words:
+        if not _is_flag(word):
             problems.append(Problem("unexpected_argument", f"Unexpected argument {word}.", _flag_of(word, flags)))
+            continue
+        fix = _suggestion(word, value, flags)
+        if batch and _bare(word) in BATCH_FACTORS:
+            fix = f"Use --set train.effective_batch_size={batch}: the samples of a step are one number here."
+        problems.append(Problem("unknown_flag", f"Unknown flag {word}.", fix))
     if len(problems) > MANY_FLAGS and "--set" in flags:
         hint = f"{problems[-1].fix} `lora-trainer import` converts a whole config or script of another trainer."
         problems[-1] = Problem(problems[-1].code, problems[-1].message, hint)
     return problems
+
+
+def _with_values(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Each argument with its value: of `--rank=8` and of `--rank 8` it is `8`, of others it is empty."""
+    words: list[tuple[str, str]] = []
+    following = iter([*arguments[1:], ""])
+    is_value = False
+    for word in arguments:
+        after = next(following)
+        if is_value:
+            is_value = False
+        elif not _is_flag(word):
+            words.append((word, ""))
+        elif "=" in word:
+            flag, _, value = word.partition("=")
+            words.append((flag, value))
+        else:
+            is_value = bool(after) and not _is_flag(after)
+            words.append((word, after if is_value else ""))
+    return words
+
+
+def _batch_of_other_trainers(words: Sequence[tuple[str, str]]) -> int:
+    """The samples of a step that two flags of another trainer mean together; 0 where not both are given as numbers."""
+    numbers = [value for word, value in words if _is_flag(word) and _bare(word) in BATCH_FACTORS]
+    if len(numbers) < 2 or not all(number.isdecimal() for number in numbers):
+        return 0
+    return math.prod(int(number) for number in numbers)
+
+
+def _bare(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").lower()
 
 
 def _is_flag(word: str) -> bool:
@@ -208,7 +240,7 @@ def _flag_of(word: str, flags: Sequence[str]) -> str:
 
 def _suggestion(flag: str, value: str, flags: Sequence[str]) -> str:
     """The flag or setting that other trainers, or people, call so (`--rank 8` is `--set lora.rank=8`), or the near flags."""
-    word = flag.lstrip("-").replace("-", "_").lower()
+    word = _bare(flag)
     if word == "data" and "--data" not in flags:
         return "Name the images without a flag."
     if (own := SAMPLE_FLAGS.get(word)) in flags and "--strength" in flags:

@@ -49,6 +49,21 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "--train_batch_size 4 --gradient_accumulation_steps 8",
+        "--gradient-accumulation-steps=8 --network_dim 16 --per_device_train_batch_size=4",
+    ],
+)
+def test_batch_and_accumulation_of_other_trainers_are_one_number(
+    capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    code, _, err = run(capsys, "train", *shlex.split(flags))
+    assert code == 2
+    assert err.count("train.effective_batch_size=32") == 2
+
+
+@pytest.mark.parametrize(
     ("flag", "ours"),
     [
         ("--network_dim 4", "Use --set lora.rank=4."),
