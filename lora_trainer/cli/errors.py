@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import BUG, TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
@@ -44,6 +45,9 @@ def report_error(error: Exception, *, debug: bool) -> int:
     if isinstance(error, OSError) and refusal(error) in FULL:
         _print_problems([Problem("disk_full", "The disk is full.", f"Free some space. {TO_RESUME}")])
         return TRAINING_FAILED
+    if (problem := _library_that_fails(error)) is not None:
+        _print_problems([problem])
+        return WRONG_USAGE
     if isinstance(error, OSError) and error.filename is not None:
         _print_problems(
             [Problem("file_unreadable", f"{error.filename}: {error.strerror}.", "Check the path and its permissions.")]
@@ -53,6 +57,32 @@ def report_error(error: Exception, *, debug: bool) -> int:
     text = printable_lines(f"{type(error).__name__}: {error}")
     print(f"error: this is a bug in lora-trainer: {text}.{again}", file=sys.stderr)
     return BUG
+
+
+def _library_that_fails(error: BaseException) -> Problem | None:
+    """The library whose import failed, such as a torchvision of another torch; None for an error that has another cause.
+
+    diffusers and transformers wrap the error of a library that they import, and wrap it again.
+    """
+    if not isinstance(error, ImportError) and not str(error).startswith("Failed to import"):
+        return None
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        missing = error.name.partition(".")[0]
+        if missing == "lora_trainer":
+            return None
+        return Problem("library_missing", f"The library {missing} is not installed.", f"Run: pip install {missing}.")
+    importing = [
+        str(frame.f_globals.get("__name__", ""))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    library = importing[-1].partition(".")[0] if importing else ""
+    if library in ("", "__main__", "lora_trainer"):
+        return None
+    fix = f"Install the {library} that suits torch {version('torch')}. If nothing else needs it: pip uninstall {library}."
+    return Problem("library_broken", f"The library {library} does not load ({first_line(error)}).", fix)
 
 
 def _print_problems(problems: Sequence[Problem]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from PIL import Image
 
 from lora_trainer.cli import main as cli
 from lora_trainer.cli.arguments import SAMPLE_FLAGS
+from lora_trainer.cli.errors import report_error
 from lora_trainer.cli.main import COMMANDS, Command, main
 from lora_trainer.cli.sample_arguments import add_sample_arguments
 from lora_trainer.config.common_names import COMMON_NAMES
@@ -23,6 +25,7 @@ from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import DatasetRefused, Problem
 from lora_trainer.core.findings import folded
 from lora_trainer.run.order import Order
+from tests.recipes.recipe import draw_images
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -544,3 +547,28 @@ def test_a_user_without_a_home_folder_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.setattr(Path, "expanduser", no_home)
     assert main(["check", "~/images"]) == 2
     assert "HOME" in capsys.readouterr().err
+
+
+def test_a_library_of_another_torch_is_named(tmp_path: Path) -> None:
+    """transformers imports torchvision where it is installed, and fails with it."""
+    library = tmp_path / "torchvision"
+    library.mkdir()
+    (library / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    command = [sys.executable, "-m", "lora_trainer", "plan", "--data", str(draw_images(tmp_path / "images", 1))]
+    around = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=around, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "torchvision::nms" in ended.stderr
+    assert "pip uninstall torchvision" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"), [("import not_installed.part", 2), ("import lora_trainer.not_written", 1), ("0 / 0", 1)]
+)
+def test_a_missing_library_is_no_bug_of_ours(capsys: pytest.CaptureFixture[str], statement: str, code: int) -> None:
+    try:
+        exec(statement)
+    except Exception as error:  # noqa: BLE001
+        found = report_error(error, debug=False)
+    assert found == code
+    assert ("pip install not_installed" in capsys.readouterr().err) == (code == 2)
