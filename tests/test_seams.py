@@ -13,7 +13,7 @@ import pytest
 from lora_trainer.config import schema
 from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.attention.kinds import KINDS
+from lora_trainer.models.attention.backends import BACKENDS
 from lora_trainer.optim.schedules import SHAPES
 from lora_trainer.run.choices import DTYPES
 from lora_trainer.run.release import RELEASED_STEP
@@ -33,7 +33,7 @@ def test_each_literal_equals_its_dict(names, functions):
 
 
 def test_attention_names_are_probed_or_tell_how_to_choose():
-    assert set(get_args(schema.AttentionName)) == {"auto", "fastest", *KINDS}
+    assert set(get_args(schema.AttentionName)) == {"auto", "fastest", *BACKENDS}
 
 
 def test_families_name_themselves():

@@ -157,7 +157,7 @@ def run_attention(facts: TorchFacts, wanted: str = "") -> tuple[dict[str, str | 
         return {}, ""
     import torch
 
-    from lora_trainer.models.attention.kinds import KINDS
+    from lora_trainer.models.attention.backends import BACKENDS
     from lora_trainer.models.attention.probe import probe
     from lora_trainer.models.attention.shapes import AttentionShape
 
@@ -165,7 +165,7 @@ def run_attention(facts: TorchFacts, wanted: str = "") -> tuple[dict[str, str | 
     usual = "float32" if place == "cpu" else "bfloat16" if facts.devices[0].has_bf16 else "float16"
     dtype = wanted or usual
     shapes = [AttentionShape(1, 2, 64, 64, size) for size in (40, 64, 128)]  # heads of SD1.5, SDXL and FLUX.1
-    found = {name: probe(name, getattr(torch, dtype), torch.device(place), shapes) for name in KINDS}
+    found = {name: probe(name, getattr(torch, dtype), torch.device(place), shapes) for name in BACKENDS}
     trim_heap()
     return found, f"{place} in {dtype}"
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lora_trainer.models.attention.backends import BACKENDS, set_attention_backend
 from lora_trainer.models.attention.choose import AttentionChoice, choose_attention, fastest_attention
-from lora_trainer.models.attention.install import install_attention
-from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def set_up_attention(
         choice = fastest_attention(names, dtype, device, shapes, processes.reduce)
     else:
         choice = choose_attention(wanted, attention_order(config, is_requested=is_requested), dtype, device, shapes)
-    install_attention(denoiser, choice.name)
+    set_attention_backend(denoiser, choice.name)
     return choice
 
 
@@ -69,7 +68,7 @@ def timed_attentions(
     config: Config, device: torch.device, shapes: Sequence[AttentionShape], dtype: torch.dtype
 ) -> tuple[str, ...]:
     """What `fastest` tries. `math` keeps every score: never on a GPU, whose memory plan has no room for them."""
-    names = ALIKE if config.train.deterministic else tuple(KINDS)
+    names = ALIKE if config.train.deterministic else tuple(BACKENDS)
     scores = max((shape.batch * shape.heads * shape.queries * shape.keys for shape in shapes), default=0)
     keeps = device.type != "cuda" and scores * dtype.itemsize <= MOST_SCORES
     return tuple(name for name in names if keeps or name != "math")

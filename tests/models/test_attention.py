@@ -1,4 +1,4 @@
-"""Attention backends: shapes of a denoiser, which work, which is fastest, and installing one in the denoiser."""
+"""Attention backends: shapes of a denoiser, which work, which is fastest, and what a denoiser computes with one."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import inspect
 import sys
 import types
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.anima import cosmos_transformer
+from lora_trainer.models.attention.backends import BACKENDS, cache_signature, set_attention_backend
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
-from lora_trainer.models.attention.install import install_attention, remember_signature
-from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import probe, time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
+from lora_trainer.models.compiled import compile_blocks, count
+from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from tests.export.tiny import tiny_transformer, tiny_unet
 
 CPU = torch.device("cpu")
@@ -38,7 +44,7 @@ def choose(wanted: str, order: tuple[str, ...], shapes: tuple[AttentionShape, ..
 
 
 def test_a_backend_falls_back_with_a_reason_and_is_refused_when_required(monkeypatch):
-    monkeypatch.setitem(KINDS, "xformers", broken)
+    monkeypatch.setitem(BACKENDS, "xformers", broken)
     choice = choose("xformers", ORDER)
     assert choice.name == "sdpa"
     assert "64 tokens" in choice.reason
@@ -70,24 +76,24 @@ def test_xformers_without_a_kernel_is_detected_silently(capfd):
     [
         (lambda q, k, v: q * float("nan"), "not finite"),
         (lambda q, k, v: q, "off, more than"),
-        (lambda q, k, v: KINDS["math"](q, k, v.detach()), "gradients that are missing"),
-        (lambda q, k, v: KINDS["math"](q.detach(), k, v) + 0 * q, "gradients that are 100.0% off"),
-        (lambda q, k, v: KINDS["math"](q, k, v).detach(), "does not run"),
-        (lambda q, k, v: KINDS["math"](2 * q, k, v), "off, more than"),
+        (lambda q, k, v: BACKENDS["math"](q, k, v.detach()), "gradients that are missing"),
+        (lambda q, k, v: BACKENDS["math"](q.detach(), k, v) + 0 * q, "gradients that are 100.0% off"),
+        (lambda q, k, v: BACKENDS["math"](q, k, v).detach(), "does not run"),
+        (lambda q, k, v: BACKENDS["math"](2 * q, k, v), "off, more than"),
     ],
 )
 def test_wrong_values_and_gradients_are_found(monkeypatch, wrong, expected):
-    monkeypatch.setitem(KINDS, "sdpa", wrong)
+    monkeypatch.setitem(BACKENDS, "sdpa", wrong)
     assert expected in str(probe("sdpa", torch.float32, CPU, SMALL))
     assert choose("auto", ("sdpa", "math")).name == "math"
 
 
 def test_an_error_in_the_last_head_alone_is_found(monkeypatch):
     def last_wrong(query, key, value):
-        mixed = KINDS["math"](query, key, value)
+        mixed = BACKENDS["math"](query, key, value)
         return torch.cat([mixed[:, :-1], 2 * mixed[:, -1:]], dim=1)
 
-    monkeypatch.setitem(KINDS, "sdpa", last_wrong)
+    monkeypatch.setitem(BACKENDS, "sdpa", last_wrong)
     assert probe("sdpa", torch.float32, CPU, [AttentionShape(2, 3, 8, 5, 4)]) is not None
 
 
@@ -95,13 +101,13 @@ def test_an_error_in_the_last_head_alone_is_found(monkeypatch):
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_single_wrong_token_among_many_is_found(monkeypatch, dtype, backward):
     def one_lost(query, key, value):
-        mixed = KINDS["math"](query, key, value)
+        mixed = BACKENDS["math"](query, key, value)
         kept = torch.ones(400, 1, dtype=dtype).index_fill_(0, torch.tensor([399]), 0.0)
         if not backward:
             return mixed * kept
-        return mixed * kept + (KINDS["math"](query.detach(), key, value) * (1 - kept))
+        return mixed * kept + (BACKENDS["math"](query.detach(), key, value) * (1 - kept))
 
-    monkeypatch.setitem(KINDS, "sdpa", one_lost)
+    monkeypatch.setitem(BACKENDS, "sdpa", one_lost)
     failure = probe("sdpa", dtype, CPU, [AttentionShape(1, 1, 400, 64, 16)])
     assert failure is not None
     assert ("gradients" if backward else "values") in failure
@@ -112,7 +118,7 @@ def test_out_of_memory_is_a_reason(monkeypatch):
     def greedy(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(KINDS, "flash", greedy)
+    monkeypatch.setitem(BACKENDS, "flash", greedy)
     assert "runs out of memory" in str(probe("flash", torch.float32, CPU, SMALL))
 
 
@@ -126,25 +132,37 @@ def test_torchs_own_attention_is_right_at_every_size(shape, dtype):
     assert probe("sdpa", dtype, CPU, [shape]) is None
 
 
-@pytest.mark.parametrize("name", ["flash2", "flash3", "xformers"])
-def test_packages_get_tokens_before_heads(monkeypatch, name):
+PACKAGES = {
+    "flash2": ("flash_attn", "flash_attn"),
+    "flash3": ("flash_attn_interface", "flash_attn_interface"),
+    "xformers": ("xformers", "xformers.ops"),
+}
+
+
+def fake_package(monkeypatch: pytest.MonkeyPatch, name: str) -> list[torch.Size]:
+    """Puts a substitute in the place of a backend's package; returns the shapes of queries, which grow with its calls."""
+    shapes = []
+
     def tokens_first(query, key, value):
-        assert query.shape == (1, 64, 2, 16)
-        mixed = KINDS["math"](*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
+        shapes.append(query.shape)
+        mixed = BACKENDS["math"](*(part.transpose(1, 2) for part in (query, key, value))).transpose(1, 2)
         return (mixed, None) if name == "flash3" else mixed
 
-    package, module = {
-        "flash2": ("flash_attn", "flash_attn"),
-        "flash3": ("flash_attn_interface", "flash_attn_interface"),
-        "xformers": ("xformers", "xformers.ops"),
-    }[name]
+    package, module = PACKAGES[name]
     fake = types.ModuleType(module)
     fake.flash_attn_func = fake.memory_efficient_attention = tokens_first
     outer = fake if package == module else types.ModuleType(package)
     outer.ops = fake
     monkeypatch.setitem(sys.modules, package, outer)
     monkeypatch.setitem(sys.modules, module, fake)
+    return shapes
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_get_tokens_before_heads(monkeypatch, name):
+    shapes = fake_package(monkeypatch, name)
     assert choose(name, ()).name == name
+    assert shapes == [(1, 64, 2, 16)]
 
 
 def test_the_fastest_has_the_least_time_over_all_layers(monkeypatch):
@@ -155,7 +173,7 @@ def test_the_fastest_has_the_least_time_over_all_layers(monkeypatch):
         return {name: [seconds[name][shapes.index(shape)]] * steps for name in names}
 
     monkeypatch.setattr("lora_trainer.models.attention.choose.race", race)
-    monkeypatch.setitem(KINDS, "flash", broken)
+    monkeypatch.setitem(BACKENDS, "flash", broken)
     names = ("sdpa", "math", "flash")
     choice = fastest_attention(names, torch.float32, CPU, shapes)
     assert choice.name == "sdpa"  # 2 x 1 + 4 ms against 2 x 3 + 1
@@ -163,8 +181,8 @@ def test_the_fastest_has_the_least_time_over_all_layers(monkeypatch):
     assert "flash does not run" in "".join(choice.failures)
     other = torch.tensor([0.1, 0.001, float("inf")])  # of another process
     assert fastest_attention(names, torch.float32, CPU, shapes, lambda mine: mine + other).name == "math"
-    monkeypatch.setitem(KINDS, "sdpa", broken)
-    monkeypatch.setitem(KINDS, "math", broken)
+    monkeypatch.setitem(BACKENDS, "sdpa", broken)
+    monkeypatch.setitem(BACKENDS, "math", broken)
     with pytest.raises(UsageError, match="No attention works here"):
         fastest_attention(names, torch.float32, CPU, shapes)
 
@@ -313,30 +331,41 @@ def anima() -> tuple[nn.Module, dict[str, object]]:
     return tiny_transformer("anima"), inputs
 
 
-@pytest.mark.parametrize("make", [z_image, qwen_image, qwen_image21, krea2])
-def test_sequences_of_other_lengths_are_masked_with_every_backend(make):
-    model, args = make((5, 40))
-    install_attention(model, "sdpa")
-    usual = torch.stack([*model(**args, return_dict=False)[0]])
-    install_attention(model, "math")
-    assert torch.allclose(torch.stack([*model(**args, return_dict=False)[0]]), usual, rtol=1e-4, atol=1e-5)
+def sd15() -> tuple[nn.Module, dict[str, object]]:
+    model = tiny_unet("sd15")
+    text = torch.randn(2, 7, model.config.cross_attention_dim)
+    return model, {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": text}
 
 
-def unet(family: str) -> tuple[nn.Module, dict[str, object]]:
-    model = tiny_unet(family)
-    width = model.config.cross_attention_dim
-    inputs = {"sample": torch.randn(2, 4, 8, 16), "timestep": 5, "encoder_hidden_states": torch.randn(2, 7, width)}
-    if family == "sdxl":
-        added = {"text_embeds": torch.randn(2, 16), "time_ids": torch.rand(2, 6)}
-        return model, inputs | {"added_cond_kwargs": added}
-    return model, inputs
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "set_processor")]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: unet("sd15"), lambda: unet("sdxl"), sd3, flux, flux2, z_image, qwen_image, qwen_image21, krea2, anima],
-)
-def test_every_installed_backend_has_the_same_values_and_gradients(make):
+def flat(output: object) -> torch.Tensor:
+    return torch.stack(output) if isinstance(output, list) else output
+
+
+def gradients_of(model: nn.Module, args: dict[str, object]) -> torch.Tensor:
+    model.zero_grad()
+    flat(model(**args, return_dict=False)[0]).square().sum().backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+
+MODELS = {
+    "sd15": sd15,
+    "sd3": sd3,
+    "flux": flux,
+    "flux2": flux2,
+    "z_image": z_image,
+    "qwen_image": qwen_image,
+    "qwen_image21": qwen_image21,
+    "krea2": krea2,
+    "anima": anima,
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_every_backend_has_the_same_values_and_gradients(make):
     torch.manual_seed(0)
     model, args = make()
     rtol, atol = (1e-4, 1e-5) if make is krea2 else (1e-9, 1e-11)  # Krea 2 computes its norms in fp32
@@ -348,14 +377,12 @@ def test_every_installed_backend_has_the_same_values_and_gradients(make):
     }
     lists = {name: value for name, value in args.items() if isinstance(value, list) and name != "img_shapes"}
     args |= {name: [wide(each) for each in value] for name, value in lists.items()}
-    if "added_cond_kwargs" in args:
-        args["added_cond_kwargs"] = {name: wide(value) for name, value in args["added_cond_kwargs"].items()}
     found = {}
     for name in ("sdpa", "math", "flash", "sdpa"):
-        install_attention(model, name)
+        set_attention_backend(model, name)
         model.zero_grad()
         output = model(**args, return_dict=False)[0]
-        out = torch.stack(output) if isinstance(output, list) else output
+        out = flat(output)
         out.square().sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.setdefault(name, []).append((out.detach(), gradients))
@@ -365,28 +392,93 @@ def test_every_installed_backend_has_the_same_values_and_gradients(make):
     assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True)), "diffusers' own is back"
 
 
-def test_the_probed_backend_is_the_one_that_runs(monkeypatch):
-    model, args = unet("sd15")
-    calls = []
-    monkeypatch.setitem(KINDS, "flash", lambda q, k, v: calls.append(q.shape) or KINDS["math"](q, k, v))
-    install_attention(model, "flash")
-    model(**args)
-    assert len(calls) == sum(hasattr(module, "to_q") for module in model.modules())
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_package_computes_every_attention(monkeypatch, make):
+    model, args = make()
+    usual = flat(model(**args, return_dict=False)[0])
+    shapes = fake_package(monkeypatch, "xformers")
+    set_attention_backend(model, "xformers")
+    found = flat(model(**args, return_dict=False)[0])
+    assert len(shapes) == len(attentions(model))
+    assert torch.allclose(found, usual, rtol=1e-4, atol=1e-5)
 
 
-def test_an_attention_of_an_unknown_kind_is_refused():
-    model, _ = unet("sd15")
+@pytest.mark.parametrize("make", [z_image, qwen_image, qwen_image21, krea2])
+@pytest.mark.parametrize("name", ["math", "flash", "xformers"])
+def test_sequences_of_other_lengths_are_masked_with_every_backend(monkeypatch, make, name):
+    """Not every backend takes a mask: torch then chooses."""
+    model, args = make((5, 40))
+    usual = flat(model(**args, return_dict=False)[0])
+    fake_package(monkeypatch, "xformers")
+    set_attention_backend(model, name)
+    assert torch.allclose(flat(model(**args, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
 
-    class Odd:
-        def __call__(self) -> None:
-            return None
 
-    for module in model.modules():
-        if hasattr(module, "set_processor"):
-            module.set_processor(Odd())
-    install_attention(model, "sdpa")  # changes nothing
-    with pytest.raises(UsageError, match=r"Set hardware\.attention_backend=sdpa"):
-        install_attention(model, "math")
+class Operators(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"  # what torch chooses on a CPU
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("family", ["sd15", "sd3", "flux"])
+def test_recomputed_attentions_use_the_same_backend(family, mode):
+    """`efficient` has no kernel for CPUs, so that its context lets torch use no fused one there."""
+    torch.manual_seed(0)
+    model, args = MODELS[family]()
+    layers = len(attentions(model))
+    expected = gradients_of(model.train(), args)
+    checkpoint_blocks(model, 100, mode)
+    for name in ("sdpa", "efficient", "math"):
+        set_attention_backend(model, name)
+        with Operators() as operators:
+            found = gradients_of(model, args)
+        recomputed = layers if mode == "full" else 0  # selective checkpointing keeps what attention computed
+        assert operators.counts[FUSED] == (layers + recomputed if name == "sdpa" else 0)
+        assert (found - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # from torch, while it compiles
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == "flux" else pytest.mark.slow) for each in MODELS]
+)
+def test_blocks_compile_as_with_torchs_own_attention(monkeypatch, family):
+    """Without graph breaks, in as many graphs, by its own operators. The first block is checkpointed."""
+    operators = set()
+
+    def compiled(graph: torch.fx.GraphModule, examples: object) -> Callable[..., object]:
+        operators.update(getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    true, backend = torch.compile, aot_autograd(fw_compiler=compiled)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, *, mode, **options: true(function, backend=backend, **options)
+    )
+    graphs = {}
+    for name in ("sdpa", "flash", "math"):
+        torch._dynamo.reset()
+        operators.clear()
+        torch.manual_seed(0)
+        model, args = MODELS[family]()
+        expected = gradients_of(model.train(), args)
+        set_attention_backend(model, name)
+        checkpoint_blocks(model, 1)
+        before = count()
+        compile_blocks(model, mode="default", dynamic=False, fullgraph=True)  # where a graph break is an error
+        found = gradients_of(model, args)
+        graphs[name] = count().graphs - before.graphs
+        assert (FUSED in operators) == (name != "math")
+        assert (found - expected).norm() < 1e-6 * expected.norm()
+    assert graphs == dict.fromkeys(graphs, graphs["sdpa"])
 
 
 def test_a_cached_signature_is_unchanged():
@@ -395,6 +487,6 @@ def test_a_cached_signature_is_unchanged():
             return hidden_states
 
     before = inspect.signature(Processor().__call__)
-    remember_signature(Processor)
+    cache_signature(Processor)
     assert "__signature__" in vars(Processor.__call__)
     assert inspect.signature(Processor().__call__) == before

@@ -19,7 +19,7 @@ from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.weights import LoraWeights
 from lora_trainer.models import FAMILIES
-from lora_trainer.models.attention.install import install_attention
+from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.family import TextOptions
@@ -102,7 +102,7 @@ def test_padding_and_other_captions_change_nothing(model):
     with torch.no_grad():
         together = FAMILY.denoiser.predict(transformer, noisy, t, cond, torch.zeros(3, 6))
         assert torch.equal(FAMILY.denoiser.predict(transformer, noisy, t, other, torch.zeros(3, 6)), together)
-        install_attention(transformer, "math")
+        set_attention_backend(transformer, "math")
         again = FAMILY.denoiser.predict(transformer, noisy, t, cond, torch.zeros(3, 6))
         assert torch.allclose(again, together, atol=1e-6), "with a mask torch's own choice computes"
         for row in range(3):

@@ -13,7 +13,7 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.models import FAMILIES, kept
-from lora_trainer.models.attention.install import install_attention
+from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from tests.export.tiny import tiny_pipeline
@@ -78,7 +78,7 @@ def test_changes_of_a_job_to_a_base_model_are_undone(model):
         # All that a run does to it.
         names = target_modules(denoiser, family.denoiser, "attention")
         parameters = inject_lora(denoiser, names, AdapterOptions(2, 1.0, 0.1), 0)
-        install_attention(denoiser, "math")
+        set_attention_backend(denoiser, "math")
         checkpoint_blocks(denoiser, 3)
         denoiser.train()
         with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_pipeline_of_a_kept_base_model_generates_the_same_as_a_fresh_one(model
         pipeline = family.pipeline.make(model, torch.float32, CPU)
         assert (drawn(pipeline).images == fresh).all()
         pipeline.vae.enable_slicing()
-        install_attention(part(pipeline, model), "math")
+        set_attention_backend(part(pipeline, model), "math")
 
 
 def test_another_precision_is_another_base_model_and_full_memory_keeps_one(model, monkeypatch):

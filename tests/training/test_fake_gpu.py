@@ -27,8 +27,8 @@ from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
 from lora_trainer.models import FAMILIES
+from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.attention.choose import AttentionChoice
-from lora_trainer.models.attention.install import install_attention
 from lora_trainer.models.attention.shapes import shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.quantization.layers import place_layers
@@ -119,7 +119,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
             family.text.cond_shapes(dict(denoiser.config)),
             layout.dtype,
         )  # type: ignore[arg-type]
-        install_attention(denoiser, "sdpa")
+        set_attention_backend(denoiser, "sdpa")
         return AttentionChoice("sdpa", "its probe compares numbers")
 
     monkeypatch.setattr(build, "set_up_attention", put)

@@ -14,8 +14,8 @@ from lora_trainer.benchmarks.trials.cap import prove_cap
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config, MemorySection
 from lora_trainer.data.loader import prefetch
+from lora_trainer.models.attention.backends import BACKENDS
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
-from lora_trainer.models.attention.kinds import KINDS
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.monitor.gpu import open_gpus
@@ -124,7 +124,7 @@ def test_a_fast_attention_backend_passes_its_probe(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_backends_are_timed_on_the_gpu(dtype):
     shapes = [AttentionShape(1, 10, 4096, keys, 64, layers=10) for keys in (4096, 77)]
-    names = tuple(name for name in KINDS if name != "math")
+    names = tuple(name for name in BACKENDS if name != "math")
     chosen = fastest_attention(names, dtype, torch.device("cuda"), shapes)
     assert chosen.name in names
     rows = time_attention(shapes, dtype, torch.device("cuda"), steps=3)

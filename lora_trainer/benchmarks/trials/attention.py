@@ -14,7 +14,7 @@ from lora_trainer.benchmarks.trials.expected import model_of
 from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB
-from lora_trainer.models.attention.kinds import KINDS, math
+from lora_trainer.models.attention.backends import BACKENDS, math
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of
 from lora_trainer.run.choices import asked_by_user, choose_precision, computed_in
@@ -91,7 +91,7 @@ def rows_of(
     device: torch.device,
 ) -> list[AttentionRow]:
     """A row for each implementation that works at all sizes, over all layers, then its rows at each size."""
-    by_name = {name: [row for row in found if row["name"] == name] for name in KINDS}
+    by_name = {name: [row for row in found if row["name"] == name] for name in BACKENDS}
     working = {name: rows for name, rows in by_name.items() if all(row["failure"] is None for row in rows)}
     if not working:
         return []
@@ -142,13 +142,13 @@ def peak_and_error(name: str, shape: AttentionShape, dtype: torch.dtype, device:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        mixed = KINDS[name](*parts)
+        mixed = BACKENDS[name](*parts)
         mixed.backward(upstream)
         most = torch.cuda.max_memory_allocated(device) - before
     else:
         account = Counted()
         with account:
-            mixed = KINDS[name](*parts)
+            mixed = BACKENDS[name](*parts)
             mixed.backward(upstream)
         most = account.most
     given = [mixed.detach(), *(part.grad for part in parts if part.grad is not None)]

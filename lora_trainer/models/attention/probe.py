@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_trainer.core.errors import is_out_of_memory
 from lora_trainer.core.imports import why_unusable
-from lora_trainer.models.attention.kinds import KINDS, math
+from lora_trainer.models.attention.backends import BACKENDS, math
 from lora_trainer.models.attention.packages import DISTRIBUTIONS, FROM, MODULES
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _probe_one(name: str, dtype: torch.dtype, device: torch.device, shape: Atten
     for part in parts:
         part.requires_grad_()
     try:
-        mixed = KINDS[name](*parts)
+        mixed = BACKENDS[name](*parts)
         mixed.backward(upstream)
     except ImportError:
         if not _installed(name):
@@ -111,11 +111,11 @@ def time_attention(
     """Each backend at each shape: a row with `name`, `shape`, seconds forward and backward, or why not.
 
     Of seconds there are `seconds_median`, `seconds_p10` and `seconds_p90`, taken by the GPU's own clock on a GPU;
-    `failure` is None or a sentence. `names` are all of KINDS where none are given.
+    `failure` is None or a sentence. `names` are all of BACKENDS where none are given.
     """
     rows: list[dict[str, object]] = []
     for shape in shapes:
-        failures = {name: probe(name, dtype, device, [shape]) for name in names or KINDS}
+        failures = {name: probe(name, dtype, device, [shape]) for name in names or BACKENDS}
         taken = race([name for name, failure in failures.items() if not failure], dtype, device, shape, steps)
         for name, failure in failures.items():
             row: dict[str, object] = {"name": name, "shape": shape.label, "layers": shape.layers, "failure": failure}
@@ -135,7 +135,7 @@ def race(
         part.requires_grad_()
 
     def once(name: str) -> None:
-        KINDS[name](*parts).backward(upstream)
+        BACKENDS[name](*parts).backward(upstream)
         for part in parts:
             part.grad = None
 
