@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
 from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.anima import cosmos_transformer
-from lora_trainer.models.attention.backends import BACKENDS, cache_signature, set_attention_backend
+from lora_trainer.models.attention.backends import BACKENDS, KERNELS, cache_signature, set_attention_backend
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
 from lora_trainer.models.attention.probe import probe, time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
@@ -412,6 +413,20 @@ def test_sequences_of_other_lengths_are_masked_with_every_backend(monkeypatch, m
     fake_package(monkeypatch, "xformers")
     set_attention_backend(model, name)
     assert torch.allclose(flat(model(**args, return_dict=False)[0]), usual, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_of_torch_leaves_masks_to_others(name, device):
+    layer = Attention(64, heads=1, dim_head=64).to(device, torch.bfloat16)
+    hidden = torch.randn(2, 32, 64, device=device, dtype=torch.bfloat16)
+    mask = (torch.arange(32, device=device) < 20).expand(2, 1, 32)
+    usual = layer(hidden, attention_mask=mask)
+    set_attention_backend(layer, name)
+    found = layer(hidden, attention_mask=mask)
+    found.sum().backward()
+    assert torch.allclose(found, usual, atol=1e-2)
+    assert layer.to_q.weight.grad.isfinite().all()
 
 
 class Operators(TorchDispatchMode):

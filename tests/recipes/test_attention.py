@@ -1,4 +1,4 @@
-"""`hardware.attention_backend` of whole runs: the fastest is timed once, logged, and kept on resume."""
+"""`hardware.attention_backend` of whole runs: all learn the same; the fastest is timed once, logged, and kept on resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.config.toml import read_toml
 from lora_trainer.models.attention.shapes import AttentionShape
 from lora_trainer.training.attention import timed_attentions
-from tests.recipes.recipe import Bench, record
+from tests.recipes.recipe import Bench, losses, record
 
 
 def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
@@ -21,6 +21,15 @@ def attention_of(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
     document = record(bench.folder(name))
     (line,) = [line for line in document["choices"] if line.startswith("attention backend")]
     return str(line), document
+
+
+def test_losses_are_the_same_with_every_attention_backend(bench):
+    found = []
+    for name in ("sdpa", "flash", "math"):
+        assert bench.run(name, steps=3, hardware__attention_backend=name) == 0
+        found.append(losses(bench.folder(name)))
+    for each in found[1:]:
+        assert each == pytest.approx(found[0], abs=1e-6)
 
 
 def test_the_fastest_attention_backend_is_timed_once_and_kept_on_resume(bench, capsys):
