@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention import Attention
 from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
