@@ -78,7 +78,7 @@ def _tokens_first(*parts: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.transpose(1, 2) for part in parts)
 
 
-# A kernel of torch, and which ones follow where a mask or another option is not for it.
+# Each kernel of torch, and those that follow where it cannot take a mask or a size.
 KERNELS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
