@@ -81,7 +81,9 @@ def _library_that_fails(error: BaseException) -> Problem | None:
     library = importing[-1].partition(".")[0] if importing else ""
     if library in ("", "__main__", "lora_trainer"):
         return None
-    fix = f"Install the {library} that suits torch {version('torch')}. If nothing else needs it: pip uninstall {library}."
+    fix = (
+        f"Install the {library} that suits torch {version('torch')}. If nothing else needs it: pip uninstall {library}."
+    )
     return Problem("library_broken", f"The library {library} does not load ({first_line(error)}).", fix)
 
 
