@@ -67,7 +67,7 @@ TOLERANCE = 1e-3
 RATIOS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "step": (("ours", "bare"), ("ours", "usual"), ("ours", "usual_cached")),
     "loader": (("cached", "resident"), ("uncached", "resident")),
-    "cache": (("ours", "mapped"), ("ours_first", "mapped"), ("ours", "file_each")),
+    "cache": (("ours", "mapped"), ("ours", "file_each")),
 }
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lora_trainer.data.caches.cache import CachePlan, plan_latents
+from lora_trainer.data.caches.entries import Store
 from lora_trainer.data.caches.filling import Work, build_missing
-from lora_trainer.data.caches.store import Store
-from lora_trainer.data.caches.upkeep import cache_status
+from lora_trainer.data.caches.pruning import cache_status
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, View, plan_plain
 
@@ -92,7 +92,7 @@ def main() -> None:
     again = report_cost("planning with everything cached", plan)
     assert isinstance(again, CachePlan)
     assert not again.missing
-    store = Store(arguments.folder, "latents", again.keys)
+    store = Store(arguments.folder, "latents")
     report_cost("the first entry", lambda: store.read(again.keys[-1]))
     draw = random.Random(0)
     drawn = [draw.randrange(len(again.keys)) for _ in range(READS)]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.disk import refusal
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
-from lora_trainer.data.caches.claims import Claims, in_use, oldest_user, wait_for
+from lora_trainer.data.caches.sharing import in_use, oldest_user, one_at_a_time
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.sources.found import SourceReading
 from lora_trainer.data.sources.listing import list_folder
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 32 * 2**20
 KEPT_SECONDS = 24 * 3600.0  # a copy that nobody uses
 READ_BYTES = 2**20
+LOCK = "copies.lock"  # of who makes or removes copies
 COPY = re.compile(r"[0-9a-f]{64}")
 PART = re.compile(r"\.[0-9a-f]{16}\.[^.]+\.part")
 WHOLE_FILES = (".tar", ".parquet")  # sources that need no other file
@@ -190,10 +191,9 @@ def copied(pack: DataPack, pieces: Iterable[bytes], scratch: Path) -> Iterator[P
                     Problem("scratch_not_usable", message, "Name another folder with --executor-option scratch=DIR.")
                 )
             stack.enter_context(in_use(scratch))
-            with Claims(scratch) as claims:
-                wait_for(claims, pack.key)
+            with one_at_a_time(scratch / LOCK):
                 if not target.is_dir():
-                    _remove_old(scratch, claims)
+                    _remove_old(scratch)
                     _unpack(pack, pieces, target)
                 os.utime(target)
         except OSError as error:
@@ -242,7 +242,8 @@ def _unpack(pack: DataPack, pieces: Iterable[bytes], target: Path) -> None:
                     )
                 )
             (part / folder).mkdir(parents=True, exist_ok=True)
-        os.rename(part, target)
+        if not target.is_dir():  # on a disk without locks another process may have been faster
+            os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -253,17 +254,16 @@ def is_below(name: str) -> bool:
     return is_name and not (os.name == "nt" and re.search(r'[\\<>:"|?*]', name))
 
 
-def _remove_old(scratch: Path, claims: Claims) -> None:
+def _remove_old(scratch: Path) -> None:
     """Remove copies that were last used a day ago and before the oldest process now at work began, and unfinished ones."""
     now = time.time()
     oldest = min(now - KEPT_SECONDS, oldest_user(scratch) or now)
     for path in scratch.iterdir():
         is_copy = COPY.fullmatch(path.name) is not None
-        if (not is_copy and not PART.fullmatch(path.name)) or (is_copy and not claims.take(path.name)):
+        if not is_copy and not PART.fullmatch(path.name):
             continue
         with suppress(OSError):
             if path.stat().st_mtime < oldest:
                 unfinished = path.with_name(f".{path.name[:16]}.{os.getpid()}.part") if is_copy else path
                 os.rename(path, unfinished)  # a copy is whole or not there
                 shutil.rmtree(unfinished, ignore_errors=True)
-        claims.free(path.name)

@@ -1,14 +1,13 @@
-"""How fast cached latents are read: shards as the trainer reads them, beside the plain ways.
+"""How fast cached latents are read: as the trainer reads them, beside the plain ways.
 
 All rows read the same random entries of 4x64x64, mean and spread in fp32 (128 KiB an
 entry), in micro-batches of four, from files that the system holds in memory, in turns in
 one process.
 
 `mapped` is the least that reading can be: rows of one mapped file, stacked, nothing looked
-up and nothing checked. `ours` is the trainer's store once it has checked what it read,
-`ours_first` the same for entries that are read for the first time, with their checksums.
-`file_each` is a safetensors file for each entry, `npz_each` one of numpy's, `torch_each`
-one of torch's.
+up and nothing checked. `ours` is the trainer's store: a safetensors file for each entry, whose
+digest is checked. `file_each` is such a file without a digest, `npz_each` one of numpy's,
+`torch_each` one of torch's.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.benchmarks.measures import Report, RequestedMeasure, TimedRow, tenths
-from lora_trainer.data.caches.store import Store, write_entries
+from lora_trainer.data.caches.entries import Store, write_entries
 
 ENTRIES, ROUNDS, TOGETHER = 512, 9, 4
 SHAPE = (4, 64, 64)
 ABOUT = {
     "mapped": "the least that reading can be: rows of one mapped file, nothing looked up or checked",
-    "ours": "this trainer's cache, entries that were read and checked before",
-    "ours_first": "the same, entries that are read for the first time, with their checksums",
-    "file_each": "a safetensors file for each entry",
+    "ours": "this trainer's cache: a safetensors file for each entry, whose digest is checked",
+    "file_each": "a safetensors file for each entry, nothing checked",
     "torch_each": "one of torch's files for each entry",
     "npz_each": "one of numpy's files for each entry",
     "ratio": "time over `mapped`, the median of the ratios round by round",
@@ -112,20 +110,14 @@ def ways_of(folder: Path, entries: int) -> dict[str, Callable[[], Read]]:
         save_file(entry, folder / f"{place}.safetensors")
         torch.save(entry, folder / f"{place}.pt")
         np.savez(folder / f"{place}.npz", mean=entry["mean"].numpy(), spread=entry["spread"].numpy())
-    warm = Store(folder, "latents", keys)
-    for key in keys:
-        warm.read(key)
-
-    def store(reader: Store) -> Read:
-        return lambda places: stacked([reader.read(keys[place]) for place in places])
+    store = Store(folder, "latents")
 
     def each(ending: str, load: Callable[[Path], dict[str, Tensor]]) -> Callable[[], Read]:
         return lambda: lambda places: stacked([load(folder / f"{place}{ending}") for place in places])
 
     return {
         "mapped": bare(folder, tensors),
-        "ours": lambda: store(warm),
-        "ours_first": lambda: store(Store(folder, "latents", keys)),
+        "ours": lambda: lambda places: stacked([store.read(keys[place]) for place in places]),
         "file_each": each(".safetensors", load_file),
         "torch_each": each(".pt", lambda path: dict(torch.load(path, weights_only=True))),
         "npz_each": each(".npz", load_npz),

@@ -30,7 +30,7 @@ from lora_trainer.benchmarks.subject import ENDLESS, TINY_NEEDS_A_FAMILY, public
 from lora_trainer.benchmarks.turns import WARM_UP, timed_in_turn
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket, ResizeCrop
-from lora_trainer.data.caches.store import Store, write_entries
+from lora_trainer.data.caches.entries import Store, write_entries
 from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample

@@ -18,7 +18,7 @@ from lora_trainer.config.options import suited
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.randomness import position_key
 from lora_trainer.data.buckets import Bucket, ResizeCrop
-from lora_trainer.data.caches.store import Store
+from lora_trainer.data.caches.entries import Store
 from lora_trainer.data.images.images import load_rgb
 from lora_trainer.data.images.render import render
 from lora_trainer.data.loader import Batch, CachedData

@@ -16,7 +16,7 @@ from lora_trainer.models.places import laid_out_kept, prune_laid_out
 
 def status_command(folder: Path | None, as_json: bool = False) -> int:
     """Print the entries and bytes of a cache folder, by default the user's."""
-    from lora_trainer.data.caches.upkeep import cache_status
+    from lora_trainer.data.caches.pruning import cache_status
 
     status = cache_status(named(folder))
     document, lines = status.to_json(), status.lines
@@ -44,7 +44,7 @@ def named(folder: Path | None) -> Path:
 
 def prune_command(folder: Path | None, limit_gb: float | None = None, *, verify: bool = False) -> int:
     """Tidy a cache, and remove the least recently used entries above the limit (default: 50 GB)."""
-    from lora_trainer.data.caches.upkeep import DEFAULT_LIMIT, cache_clean
+    from lora_trainer.data.caches.pruning import DEFAULT_LIMIT, cache_clean
 
     if limit_gb is not None and limit_gb < 0:
         raise UsageError(

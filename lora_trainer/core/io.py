@@ -25,18 +25,23 @@ SHOWN_OF_NAME = 32  # characters of a target's name in its temporary one, which 
 
 
 @contextlib.contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """A temporary path beside `target` that becomes `target` when the block succeeds."""
+def atomic_path(target: Path, *, flush: bool = True) -> Iterator[Path]:
+    """A temporary path beside `target` that becomes `target` when the block succeeds.
+
+    Without `flush` the block has flushed the file itself, and a power cut soon after may undo the rename.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:SHOWN_OF_NAME]}.", suffix=".part", dir=target.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:
         yield temporary
-        flush_file(temporary)
+        if flush:
+            flush_file(temporary)
         os.chmod(temporary, 0o666 & ~_umask())
         rename_over(temporary, target)
-        flush_folder(target.parent)
+        if flush:
+            flush_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

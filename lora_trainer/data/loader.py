@@ -21,7 +21,7 @@ from lora_trainer.data.views import View, turn_of
 
 if TYPE_CHECKING:
     from lora_trainer.data.buckets import Bucket
-    from lora_trainer.data.caches.store import Store
+    from lora_trainer.data.caches.entries import Store
     from lora_trainer.data.fresh import Fresh
     from lora_trainer.data.sample import Sample
     from lora_trainer.data.steps import Ref

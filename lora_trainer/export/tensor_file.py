@@ -66,12 +66,13 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], label: str) -> str:
     return sealed
 
 
-def read_sealed(path: Path, label: str, digest: str | None = None) -> dict[str, Tensor]:
+def read_sealed(path: Path, label: str, digest: str | None = None, *, needs_digest: bool = False) -> dict[str, Tensor]:
     """The tensors of a file, in memory of their own. Raises OSError, and DamagedFile when anything differs.
 
-    `digest` is what the file must have. A file without any, of an earlier version, is read where none is expected.
+    `digest` is what the file must have. A file without any, of an earlier version, is read where none is expected, unless
+    it `needs_digest`.
     """
-    return dict(_entries(path, label, digest))
+    return dict(_entries(path, label, digest, needs_digest=needs_digest))
 
 
 def verify_sealed(path: Path, label: str, digest: str | None) -> None:
@@ -80,7 +81,7 @@ def verify_sealed(path: Path, label: str, digest: str | None) -> None:
         pass
 
 
-def _entries(path: Path, label: str, wanted: str | None) -> Iterator[tuple[str, Tensor]]:
+def _entries(path: Path, label: str, wanted: str | None, *, needs_digest: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Each tensor as it is read; the digest is checked after the last."""
     with open(path, "rb") as file:
         entries, metadata = _read_header(file, label)
@@ -92,7 +93,7 @@ def _entries(path: Path, label: str, wanted: str | None) -> Iterator[tuple[str, 
                 raise DamagedFile(f"{path.name} is cut off")
             digest.update(place)
             yield name, tensor
-    if metadata is None and wanted is None:
+    if metadata is None and wanted is None and not needs_digest:
         return
     found = digest.hexdigest()
     if metadata is None or metadata.get(DIGEST) != found or (wanted is not None and wanted != found):

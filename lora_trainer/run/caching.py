@@ -28,10 +28,9 @@ from lora_trainer.data.caches.cache import (
     plan_texts,
     text_keys,
 )
-from lora_trainer.data.caches.filling import refuse_unwritable
-from lora_trainer.data.caches.ours import ROW_HEAD
-from lora_trainer.data.caches.packing import LARGE
-from lora_trainer.data.caches.store import Store
+from lora_trainer.data.caches.entries import Store
+from lora_trainer.data.caches.files import BLOCK
+from lora_trainer.data.caches.filling import Share, refuse_unwritable
 from lora_trainer.data.images.pixels import read_controls
 from lora_trainer.data.loader import CachedData, size_row
 from lora_trainer.evaluation.evidence import RealImages
@@ -134,14 +133,13 @@ def fill_caches(
     inputs: Inputs,
     choices: Choices,
     plans: CachePlans,
-    start: float,
+    share: Share,
     console: Console,
 ) -> None:
-    """Build what is missing, images first. Each kind's encoders are loaded when needed, then freed.
+    """Build this process's share of what is missing, images first. Each kind's encoders are loaded when needed, then freed.
 
-    Several processes may do this at once, each from another `start` (a share in [0, 1)): nothing is built twice, and
-    each returns when everything is there. Raises UsageError for a disk with too little room, TrainingFailed when not
-    even one image or caption fits in memory.
+    Returns when all is there, also what other processes of the run build. Raises UsageError for a disk with too little
+    room, TrainingFailed when not even one image or caption fits in memory.
     """
     refuse_full_disk(inputs, choices, plans)
     device, say, progress = choices.encodes_on, console.print, filling_lines(console)
@@ -165,7 +163,7 @@ def fill_caches(
         images_together(config, inputs, choices, missing=bool(plans.latents.missing)),
         lambda done, all_: progress("latents", done, all_),
         workers=config.cache.workers,
-        start=start,
+        share=share,
     )
     put_away()
     if plans.texts.keys:
@@ -182,7 +180,7 @@ def fill_caches(
             captions_in_halves(encode_text, device, say),
             together,
             lambda done, all_: progress("captions", done, all_),
-            start=start,
+            share=share,
         )
         put_away()
 
@@ -207,7 +205,7 @@ def bytes_to_build(inputs: Inputs, choices: Choices, plans: CachePlans) -> int:
     shapes = inputs.family.text.cond_shapes(own_architecture(inputs).denoiser, inputs.facts, controls).values()
     text = sum(math.prod(shape) for shape in shapes) * choices.encoder_dtype.itemsize
     missing = len(plans.latents.missing) + len(plans.texts.missing)
-    return latents + text * len(plans.texts.missing) + ROW_HEAD * missing
+    return latents + text * len(plans.texts.missing) + BLOCK * missing
 
 
 def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans, *, only_looks: bool = False) -> None:
@@ -215,20 +213,14 @@ def refuse_full_disk(inputs: Inputs, choices: Choices, plans: CachePlans, *, onl
     if missing := sum(len(plan.missing) for plan in plans.kinds):
         refuse_unwritable(plans.latents.folder, counted(missing, "entry", "entries"), only_looks=only_looks)
     needed, free = bytes_to_build(inputs, choices, plans), free_bytes(plans.latents.folder)
-    if _with_packing(needed) > free:
+    if needed > free:
         # Other processes may have built entries since: those took room, and need no more.
         plans = CachePlans(plans.latents.still_missing(), plans.texts.still_missing())
         needed = bytes_to_build(inputs, choices, plans)
-    room = _with_packing(needed)
-    if room > free:
+    if needed > free:
         where = f"the disk of {plans.latents.folder} has {size_words(free)} free"
-        message = f"Caching latents and text embeddings needs {size_words(room)}, and {where}."
+        message = f"Caching latents and text embeddings needs {size_words(needed)}, and {where}."
         raise UsageError(Problem("disk_full", message, "Free space there, or set cache.dir to another disk."))
-
-
-def _with_packing(needed: int) -> int:
-    """Packing writes a large shard before it removes the small ones."""
-    return needed + min(needed, LARGE)
 
 
 def images_together(config: Config, inputs: Inputs, choices: Choices, *, missing: bool) -> int:
@@ -317,8 +309,8 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
         latent_keys=latent_keys(inputs, plans)[:count] if config.cache.latents else (),
         text_keys=keys,
         empty_key=plans.texts.keys[-1] if plans.texts.keys else "",
-        latents=Store(plans.latents.folder, "latents", plans.latents.keys),
-        texts=Store(plans.texts.folder, "texts", plans.texts.keys),
+        latents=Store(plans.latents.folder, "latents"),
+        texts=Store(plans.texts.folder, "texts"),
         prior_weight=config.loss.prior_loss_weight,
         captions=caption_rules(config),
         spoken=config.trains_text,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lora_trainer.data.caches.ours import ROW_HEAD
+from lora_trainer.data.caches.files import ENTRY_HEAD, TENSOR_HEAD
 from lora_trainer.data.views import plan_plain, plan_views
 from lora_trainer.optim.optimizers import optimizer_state_bytes
 from lora_trainer.run.inputs import LATENT_BYTES, captioned_samples, measured_among, trained_framings, view_bytes
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LORA_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 LORA_FILES = 2
 CACHED_BYTES = 4  # of each number in the cache of texts: fp32
-# Bytes of a cache besides its entries: a shard's header, the index's least size, an entry in it, and its pages.
-SHARD_HEAD, INDEX_LEAST, INDEXED, PAGE = 400, 12_288, 120, 4096
+# Bytes of a cache besides its entries: the index's least size, an entry in it, and its pages.
+INDEX_LEAST, INDEXED, PAGE = 12_288, 120, 4096
 # Bytes besides the tensors' own: of a step in metrics.jsonl and TensorBoard's file, of a tensor in a file's header, of
 # one in a checkpoint's optimizer state, of a checkpoint's state, and of a LoRA file's header.
 ROW, NAMED, STATE_OF, CHECKPOINT_HEAD, LORA_HEAD = 1000, 250, 100, 20_000, 8_000
@@ -56,14 +56,13 @@ def cache_bytes(
     if not caches_texts(config, family):
         texts = set()
     controls = max(len(sample.controls) for sample in samples)
-    values = sum(math.prod(shape) for shape in family.text.cond_shapes(architecture.denoiser, facts, controls).values())
+    shapes = family.text.cond_shapes(architecture.denoiser, facts, controls).values()
+    text_bytes = CACHED_BYTES * sum(map(math.prod, shapes)) + ENTRY_HEAD + TENSOR_HEAD * len(shapes)
+    latent_head = ENTRY_HEAD + TENSOR_HEAD * (2 + controls + any(sample.mask is not None for sample in samples))
     index = INDEX_LEAST + INDEXED * (len(shown) + len(texts))
-    shards = 1 + len({(view.fit.bucket, sample.mask is None) for sample, view in shown.values()})
     return (
-        sum(view_bytes(sample, view, facts, itemsize) for sample, view in shown.values())
-        + CACHED_BYTES * values * len(texts)
-        + ROW_HEAD * (len(shown) + len(texts))
-        + SHARD_HEAD * shards
+        sum(view_bytes(sample, view, facts, itemsize) + latent_head for sample, view in shown.values())
+        + text_bytes * len(texts)
         + -(-index // PAGE) * PAGE
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import free_memory
-from lora_trainer.data.caches.claims import Claims, wait_for
+from lora_trainer.data.caches.files import mark
 from lora_trainer.data.caches.filling import refuse_unwritable, refused
 from lora_trainer.data.caches.image_sets import (
+    LOCK,
     SETS,
     finish_set,
     missing_images,
@@ -23,7 +25,7 @@ from lora_trainer.data.caches.image_sets import (
     remove_damaged,
     write_class_image,
 )
-from lora_trainer.data.caches.ours import mark
+from lora_trainer.data.caches.sharing import one_at_a_time
 from lora_trainer.data.captions import settled
 from lora_trainer.data.views import plan_views
 from lora_trainer.evaluation.compute import Compute
@@ -117,16 +119,13 @@ def _digests_of(wanted: ClassImageSet, compute: Compute) -> list[str]:
         compute.say(f"class images: {counted(count, 'image')} of an earlier run, in {folder}")
         return digests
     refuse_unwritable(wanted.cache, counted(count, "class image"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark(wanted.cache)
-        claims = Claims(wanted.cache)
-    except OSError as error:
-        raise refused(wanted.cache, error) from error
-    with claims:
-        if not claims.take(wanted.key):
-            compute.say("class images: waiting for another process that generates them")
-            wait_for(claims, wanted.key)
+    taken = "class images: waiting for another process that generates them"
+    with ExitStack() as turn:
+        try:
+            mark(wanted.cache)
+            turn.enter_context(one_at_a_time(folder / LOCK, lambda: compute.say(taken)))
+        except OSError as error:
+            raise refused(wanted.cache, error) from error
         if (digests := read_set(folder, count)) is not None:
             compute.say(f"class images: {counted(count, 'image')} of another process, in {folder}")
             return digests

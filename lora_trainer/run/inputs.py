@@ -15,7 +15,7 @@ from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.caches.claims import in_use
+from lora_trainer.data.caches.sharing import in_use
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest

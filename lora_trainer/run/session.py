@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,9 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus
 from lora_trainer.core.launch import cpu_requested
-from lora_trainer.data.caches.upkeep import keep_limit
+from lora_trainer.data.caches.filling import ALONE, Share
+from lora_trainer.data.caches.pruning import keep_limit
+from lora_trainer.data.caches.sharing import USERS, in_use
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.record import read_record
@@ -186,14 +189,15 @@ def with_found_micro(session: Session, context: StepContext, data: CachedData) -
 
 
 def fill(session: Session) -> CachePlans:
-    """Fill the missing entries of the caches, shared among processes, without waiting in a collective."""
+    """Fill the missing entries of the caches, divided among the processes of the run."""
     console, processes = session.console, session.processes
     plans = plan_caches(session.config, session.inputs, session.choices)
     for line in plans.lines:
         console.print(line)
-    start = processes.rank / processes.world
     try:
-        fill_caches(session.config, session.inputs, session.choices, plans, start, console)
+        with in_use(plans.latents.folder) as note:
+            share = share_of(processes, plans, note)
+            fill_caches(session.config, session.inputs, session.choices, plans, share, console)
     except (KeyboardInterrupt, SystemExit):
         for plan in plans.kinds:
             total = plan.filled.reused + plan.filled.rebuilt
@@ -201,9 +205,36 @@ def fill(session: Session) -> CachePlans:
                 f"cache: {total - len(plan.still_missing().missing)} of {total} {plan.filled.kind} are there and kept"
             )
         raise
-    if processes.is_main:
+    if processes.is_main and any(plan.missing for plan in plans.kinds):
         keep_cache_limit(session, plans.latents.folder)
     return plans
+
+
+def share_of(processes: Processes, plans: CachePlans, note: str) -> Share:
+    """Which part of the caches this process fills, among those that need the same entries in the same folder.
+
+    A process of another machine may have a folder of the same name on a disk of its own: its note is not seen here.
+    """
+    keys = "".join(key for plan in plans.kinds for key in plan.keys)
+    digest, users = hashlib.sha256(keys.encode("ascii")).digest(), plans.latents.folder / USERS
+    own = bytes.fromhex(note) + digest
+    together = [
+        each
+        for each in gather_bytes(processes, own)
+        if each.endswith(digest) and (users / each.removesuffix(digest).hex()).exists()
+    ]
+    return Share(together.index(own), len(together), processes.wait_until) if own in together else ALONE
+
+
+def gather_bytes(processes: Processes, own: bytes) -> list[bytes]:
+    """The bytes of every process of the run, as many of each, in the order of their ranks."""
+    if processes.gather is None:
+        return [own]
+    sent = torch.tensor(list(own), dtype=torch.uint8, device=processes.device)
+    received = sent.new_empty(processes.world * len(own))
+    processes.gather(received, sent)
+    processes.await_gpu()
+    return [bytes(row) for row in received.view(processes.world, -1).tolist()]
 
 
 def keep_cache_limit(session: Session, folder: Path) -> None:

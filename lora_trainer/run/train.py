@@ -237,7 +237,7 @@ def cache(resolved: Resolved, *, dry_run: bool = False) -> None:
         return
     refuse_data(inputs, enforce_gates=False)
     inputs = with_weights(order, inputs)
-    from lora_trainer.data.caches.claims import in_use
+    from lora_trainer.data.caches.sharing import in_use
     from lora_trainer.run.caching import cache_folder
     from lora_trainer.run.session import fill, open_session, with_generated_images
 
@@ -293,7 +293,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         from lora_trainer.run.libraries import import_libraries
 
         import_libraries(order.config)
-        from lora_trainer.data.caches.claims import in_use
+        from lora_trainer.data.caches.sharing import in_use
         from lora_trainer.monitor.memory import set_allocator
         from lora_trainer.monitor.tracker_thread import TrackerThreads
         from lora_trainer.run.caching import cache_folder

@@ -1,16 +1,14 @@
-"""What verdicts measure of the base model alone is made once, whoever needs it, and again where it is damaged."""
+"""What verdicts measure of the base model alone is made once, and again where it is damaged."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from lora_trainer.data.caches.base_half import KIND, BaseHalf, digest_of
-from lora_trainer.data.caches.upkeep import cache_clean, cache_status
+from lora_trainer.data.caches.pruning import cache_clean, cache_status
 
 
 class Maker:
@@ -41,10 +39,10 @@ def test_an_entry_is_made_once_and_reads_back_bit_for_bit(tmp_path: Path) -> Non
 def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
     make, half = Maker(mid=torch.randn(3, 5)), BaseHalf(tmp_path, "model")
     half.read_or_make("key", make)
-    (shard,) = (tmp_path / KIND).glob("*.safetensors")
-    raw = bytearray(shard.read_bytes())
+    (entry,) = (tmp_path / KIND).rglob("*.safetensors")
+    raw = bytearray(entry.read_bytes())
     raw[-1] ^= 1
-    shard.write_bytes(raw)
+    entry.write_bytes(raw)
     assert torch.equal(half.read_or_make("key", make)["mid"], make.values["mid"])
     half.read_or_make("key", make)
     assert make.times == 2
@@ -61,31 +59,6 @@ def test_a_cache_that_may_not_be_written_to_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     make = Maker(mid=torch.ones(2))
     assert torch.equal(BaseHalf(tmp_path / "file" / "cache", "model").read_or_make("key", make)["mid"], torch.ones(2))
-
-
-def test_others_wait_for_the_one_that_makes_it(tmp_path: Path) -> None:
-    began, go = threading.Event(), threading.Event()
-
-    def slowly() -> dict[str, Tensor]:
-        began.set()
-        assert go.wait(300)
-        return {"mid": torch.ones(2)}
-
-    def twice() -> dict[str, Tensor]:
-        pytest.fail("made twice")
-
-    found: list[Tensor] = []
-    first = threading.Thread(target=lambda: BaseHalf(tmp_path, "model").read_or_make("key", slowly))
-    first.start()
-    assert began.wait(300)
-    second = threading.Thread(
-        target=lambda: found.append(BaseHalf(tmp_path, "model").read_or_make("key", twice)["mid"])
-    )
-    second.start()
-    go.set()
-    first.join(300)
-    second.join(300)
-    assert torch.equal(found[0], torch.ones(2))
 
 
 def test_a_digest_depends_on_values_types_shapes_and_order() -> None:

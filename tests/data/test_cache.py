@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.cli.cache import prune_command, status_command
@@ -23,9 +24,9 @@ from lora_trainer.data.caches.cache import (
     plan_texts,
     text_keys,
 )
-from lora_trainer.data.caches.shards import Shard
-from lora_trainer.data.caches.store import Shelf, Store
-from lora_trainer.data.caches.upkeep import cache_clean, cache_status
+from lora_trainer.data.caches.entries import Store
+from lora_trainer.data.caches.files import entry_path
+from lora_trainer.data.caches.pruning import cache_clean, cache_status
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Mask, Sample
@@ -157,47 +158,31 @@ def test_copies_share_an_entry(data: Path, cache: Path, draw: Draw) -> None:
     assert fill(data, cache) == Filled("latents", 0, 5, {"new": 5})
 
 
-def shards_of(cache: Path, kind: str = "latents") -> list[Path]:
-    return sorted((cache / kind).glob("*.safetensors"))
+def files_of(cache: Path, kind: str = "latents") -> list[Path]:
+    return sorted((cache / kind).rglob("*.safetensors"))
 
 
-def holding(cache: Path, key: str) -> tuple[Path, int]:
-    """The shard and row of an entry."""
-    place = Shelf(cache, "latents").place(key)
-    assert place is not None
-    return place[0].path, place[1]
+def flip_last_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "text", "header"])
-def test_a_shard_that_cannot_be_read_loses_its_rows_only(data: Path, cache: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "header", "another's"])
+def test_a_damaged_entry_is_built_again_alone(data: Path, cache: Path, damage: str) -> None:
     fill(data, cache)
     plan = plan_of(data, cache)
-    path, _ = holding(cache, plan.keys[0])
-    lost, whole = Shard(path).count, path.read_bytes()
-    path.write_bytes(
-        {"empty": b"", "cut": whole[:-10], "text": b"nonsense" * 10, "header": whole[:20] + b"?" + whole[21:]}[damage]
-    )
-    assert fill(data, cache) == Filled("latents", 5 - lost, lost, {"damaged": lost})
-    assert fill(data, cache).rebuilt == 0
-    assert cache_clean(cache).removed == 1
-    assert not path.exists()
-    assert fill(data, cache).rebuilt == 0
-
-
-def test_a_damaged_row_is_rebuilt_alone(data: Path, cache: Path) -> None:
-    fill(data, cache)
-    plan = plan_of(data, cache)
-    good = {name: tensor.clone() for name, tensor in Store(cache, "latents").read(plan.keys[0]).items()}
-    path, _ = holding(cache, plan.keys[0])
-    assert Shard(path).count == 3
-    whole = path.read_bytes()
-    place = whole.index(good["mean"].numpy().tobytes())
-    path.write_bytes(whole[: place + 7] + bytes([whole[place + 7] ^ 1]) + whole[place + 8 :])
+    path, whole = entry_path(cache, "latents", plan.keys[0]), Store(cache, "latents").read(plan.keys[0])
+    raw, other = path.read_bytes(), entry_path(cache, "latents", plan.keys[1]).read_bytes()
+    hurt = {"empty": b"", "cut": raw[:-10], "text": b"nonsense" * 10, "header": raw[:20] + b"?" + raw[21:]}
+    path.write_bytes(hurt.get(damage, other))
     assert fill(data, cache) == Filled("latents", 4, 1, {"damaged": 1})
     assert fill(data, cache).rebuilt == 0
-    assert torch.equal(Store(cache, "latents").read(plan.keys[0])["mean"], good["mean"])
-    assert not list(cache.rglob("*.damaged-*"))
-    assert cache_status(cache).counts["latents"] == 5
+    assert torch.equal(Store(cache, "latents").read(plan.keys[0])["mean"], whole["mean"])
+    assert cache_status(cache).kinds["latents"].damaged == 1
+    assert cache_clean(cache).removed == 1
+    assert cache_status(cache).kinds["latents"].damaged == 0
+    assert fill(data, cache).rebuilt == 0
 
 
 def test_damage_in_a_large_cache_is_found_and_rebuilt_when_read(
@@ -206,13 +191,9 @@ def test_damage_in_a_large_cache_is_found_and_rebuilt_when_read(
     monkeypatch.setattr("lora_trainer.data.caches.cache.CHECKED_AT_START", 0)
     fill(data, cache)
     plan = plan_of(data, cache)
-    path, row = holding(cache, plan.keys[2])
-    whole = bytearray(path.read_bytes())
-    place = whole.index(Shard(path).row(row)["mean"].numpy().tobytes())
-    whole[place] ^= 1
-    path.write_bytes(whole)
+    flip_last_bit(entry_path(cache, "latents", plan.keys[2]))
     assert fill(data, cache).rebuilt == 0
-    store = Store(cache, "latents", plan.keys)
+    store = Store(cache, "latents")
     store.read(plan.keys[0])
     with pytest.raises(TrainingFailed, match="built anew when the run starts again"):
         store.read(plan.keys[2])
@@ -220,12 +201,39 @@ def test_damage_in_a_large_cache_is_found_and_rebuilt_when_read(
     assert store.read(plan.keys[2])["mean"].dtype == HALF
 
 
-def test_a_removed_shard_is_rebuilt(data: Path, cache: Path) -> None:
+def test_verifying_finds_what_no_run_has_read(data: Path, cache: Path) -> None:
     fill(data, cache)
-    path, _ = holding(cache, plan_of(data, cache).keys[1])
-    lost = Shard(path).count
-    path.unlink()
-    assert fill(data, cache).reasons == {"not in the cache any more": lost}
+    flip_last_bit(files_of(cache)[3])
+    assert cache_clean(cache).damaged == 0
+    assert cache_clean(cache, verify=True).damaged == 1
+    assert cache_status(cache).counts["latents"] == 4
+    assert fill(data, cache).rebuilt == 1
+
+
+def test_a_removed_entry_is_rebuilt(data: Path, cache: Path) -> None:
+    fill(data, cache)
+    files_of(cache)[1].unlink()
+    assert fill(data, cache).reasons == {"not in the cache any more": 1}
+
+
+def test_files_of_an_earlier_version_are_not_read(data: Path, cache: Path) -> None:
+    """Many entries a file: what they held is built again, which the reason says, and pruning removes them."""
+    fill(data, cache)
+    for path in files_of(cache):
+        path.unlink()
+    kind = cache / "latents"
+    claim = cache / "building" / ("ab" * 32 + ".0")
+    former = [kind / ("ab" * 16 + ".safetensors"), kind / ("ab" * 16 + ".damaged-3"), claim]
+    claim.parent.mkdir()
+    for path in former:
+        path.touch()
+    save_file({"crc": torch.zeros(2, dtype=torch.int64), "keys": torch.zeros(2, 32, dtype=torch.uint8)}, former[0])
+    assert fill(data, cache).reasons == {"cached by an earlier version": 5}
+    assert fill(data, cache).rebuilt == 0
+    assert cache_status(cache).former == 3
+    assert cache_clean(cache).removed == 3
+    assert not any(path.exists() for path in former)
+    assert cache_status(cache).counts["latents"] == 5
 
 
 def test_a_damaged_index_only_costs_the_explanation(data: Path, cache: Path) -> None:
@@ -313,12 +321,11 @@ def test_an_entry_lost_during_a_run_is_explained(cache: Path) -> None:
         Store(cache, "latents").read("ab" * 32)
 
 
-def test_a_filled_cache_is_few_files(data: Path, cache: Path) -> None:
-    fill_latents(plan_of(data, cache), encode_image, batch=1)
-    assert [Shard(path).count for path in shards_of(cache)].count(1) == 2  # three buckets
-    assert len(shards_of(cache)) == 3
+def test_an_entry_is_one_file_that_any_program_reads(data: Path, cache: Path) -> None:
+    fill_latents(plan_of(data, cache), encode_image, batch=2)
     plan = plan_of(data, cache)
-    entry = Store(cache, "latents").read(plan.keys[0])
+    assert files_of(cache) == sorted(entry_path(cache, "latents", key) for key in plan.keys)
+    entry = load_file(entry_path(cache, "latents", plan.keys[0]))
     assert torch.equal(entry["spread"], torch.full((4, 8, 8), 0.1, dtype=HALF))
 
 
@@ -328,26 +335,22 @@ def test_status_and_cleaning(data: Path, cache: Path) -> None:
     fill_texts(texts_of(data, cache), encode_text, batch=4)
     status = cache_status(cache)
     assert status.counts == {"latents": 5, "texts": 7, "features": 0}
-    assert status.bytes == sum(path.stat().st_size for kind in ("latents", "texts") for path in shards_of(cache, kind))
-    oldest = shards_of(cache)[1]
+    assert status.bytes == sum(path.stat().st_size for kind in ("latents", "texts") for path in files_of(cache, kind))
+    oldest = files_of(cache)[1]
     os.utime(oldest, (1, 1))
-    left_over = oldest.parent / f".{oldest.name}.abc.part"
+    left_over = oldest.parent / f".{oldest.name[:32]}.abc.part"
     left_over.write_bytes(b"123")
     os.utime(left_over, (1, 1))
-    former = cache / "latents" / "ab" / ("ab" * 32 + ".safetensors")
-    former.parent.mkdir()
-    former.write_bytes(b"one file for each entry")
-    assert cache_clean(cache, status.bytes - 1).removed == 3
+    assert cache_clean(cache, status.bytes - 1).removed == 2
     assert not oldest.exists()
     assert not left_over.exists()
-    assert not former.parent.exists()
     assert cache_clean(cache, 0).left_bytes == 0
     assert cache_status(cache).counts == {"latents": 0, "texts": 0, "features": 0}
 
 
 def test_reused_entries_count_as_used(data: Path, cache: Path) -> None:
     fill(data, cache)
-    path = shards_of(cache)[0]
+    path = files_of(cache)[0]
     os.utime(path, (1, 1))
     fill(data, cache)
     assert path.stat().st_mtime > 1
@@ -360,7 +363,7 @@ def test_the_commands(data: Path, cache: Path, capsys: pytest.CaptureFixture[str
     assert status_command(cache, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"latents": 5, "texts": 0, "features": 0}
     assert prune_command(cache, 0.0) == 0
-    assert "3 files removed" in capsys.readouterr().out
+    assert "5 files removed" in capsys.readouterr().out
 
 
 def test_text_entries_are_shared_by_encoder_settings(cache: Path) -> None:

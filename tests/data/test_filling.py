@@ -1,4 +1,4 @@
-"""One cache filled by several processes at once, killed at any moment, on a full disk."""
+"""Filling caches by several processes and runs, kills, full disks, and the limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import itertools
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -23,14 +24,12 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.data import process_notes
-from lora_trainer.data.caches import claims, filling, packing
-from lora_trainer.data.caches.claims import Claims, in_use, oldest_user
-from lora_trainer.data.caches.filling import Work, build_missing
-from lora_trainer.data.caches.packing import pack
-from lora_trainer.data.caches.shards import Shard
-from lora_trainer.data.caches.store import Shelf, Store, write_entries
-from lora_trainer.data.caches.upkeep import cache_clean, cache_status, keep_limit
+from lora_trainer.data.caches import sharing
+from lora_trainer.data.caches.entries import Store, entry_sizes, mark_used, write_entries
+from lora_trainer.data.caches.files import entry_path
+from lora_trainer.data.caches.filling import Share, Work, build_missing
+from lora_trainer.data.caches.pruning import cache_clean, cache_status, keep_limit
+from lora_trainer.data.caches.sharing import PRUNING, in_use, oldest_user, one_at_a_time
 
 forked = pytest.mark.skipif(sys.platform != "linux", reason="tests fork, which is safe with torch on Linux only")
 
@@ -43,9 +42,7 @@ def value_of(key: str) -> float:
     return float(int(key[:4], 16))
 
 
-def work_of(
-    folder: Path, count: int, log: Path | None = None, *, seconds: float = 0.0, start: float = 0.0, batch: int = 3
-) -> Work[str]:
+def work_of(folder: Path, count: int, log: Path | None = None, *, seconds: float = 0.0, batch: int = 3) -> Work[str]:
     """Entries with the number of their key. Each encoded key is a line in `log`."""
     keys = [key_of(number) for number in range(count)]
 
@@ -56,9 +53,7 @@ def work_of(
         time.sleep(seconds)
         return {"a": torch.stack([torch.full((4, 2), value_of(key)) for key in prepared])}
 
-    return Work(
-        folder, "latents", keys, lambda place: place % 2, keys.__getitem__, encode, str, batch, workers=2, start=start
-    )
+    return Work(folder, "latents", keys, lambda place: place % 2, keys.__getitem__, encode, str, batch, workers=2)
 
 
 def encoded(log: Path) -> list[str]:
@@ -66,7 +61,7 @@ def encoded(log: Path) -> list[str]:
 
 
 def assert_whole(folder: Path, count: int) -> None:
-    """All entries exist, are right, and are in few files. Nothing else remains."""
+    """All entries exist and are right."""
     store = Store(folder, "latents")
     for number in range(count):
         assert store.read(key_of(number))["a"].unique().tolist() == [value_of(key_of(number))]
@@ -79,40 +74,59 @@ def fork(function: Callable[..., object], *arguments: object, **named: object) -
     return process
 
 
-def fill(folder: Path, count: int, log: Path, seconds: float, start: float) -> None:
-    build_missing(work_of(folder, count, log, seconds=seconds, start=start))
+def share_of(index: int, count: int) -> Share:
+    def wait_until(ready: Callable[[], bool]) -> None:
+        while not ready():
+            time.sleep(0.005)
+
+    return Share(index, count, wait_until)
 
 
-@pytest.fixture
-def packs_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs after a few batches instead of 64 MB."""
-    monkeypatch.setattr(filling, "SMALL", 3000)
-    monkeypatch.setattr(packing, "SMALL", 6000)
+def fill(folder: Path, count: int, log: Path, share: Share) -> None:
+    build_missing(replace(work_of(folder, count, log), share=share))
 
 
 @forked
-@pytest.mark.usefixtures("packs_early")
-def test_processes_build_each_entry_once(tmp_path: Path) -> None:
-    """Entries that another has claimed come last."""
+@pytest.mark.parametrize("there", [0, 50])
+def test_the_processes_of_a_run_divide_the_list(tmp_path: Path, there: int) -> None:
+    """Also where some entries are there already, and one process begins when others have written some."""
     log = tmp_path / "log"
-    started = [fork(fill, tmp_path / "cache", 120, log, 0.002, start) for start in (0.0, 0.0, 0.5)]
+    build_missing(work_of(tmp_path / "cache", there))
+    started = [fork(fill, tmp_path / "cache", 120, log, share_of(index, 3)) for index in (0, 1)]
+    while len(encoded(log)) < 10:
+        time.sleep(0.001)
+    assert all(process.is_alive() for process in started), "they wait for the third"
+    started.append(fork(fill, tmp_path / "cache", 120, log, share_of(2, 3)))
     for process in started:
         process.join(300)
         assert process.exitcode == 0
-    assert max(Counter(encoded(log)).values()) == 1
-    assert len(encoded(log)) == 120
+    assert sorted(encoded(log)) == sorted(key_of(number) for number in range(there, 120))
     assert_whole(tmp_path / "cache", 120)
-    assert len(list((tmp_path / "cache" / "latents").iterdir())) < 20
 
 
-def test_threads_of_one_process_share_the_work(tmp_path: Path) -> None:
+def test_a_process_that_fails_leaves_no_other_waiting(tmp_path: Path) -> None:
+    """Whoever watches the processes ends the wait."""
+
+    class LostError(Exception):
+        pass
+
+    def lost(ready: Callable[[], bool]) -> None:
+        assert not ready()
+        raise LostError
+
+    with pytest.raises(LostError):
+        build_missing(replace(work_of(tmp_path, 10), share=Share(0, 2, lost)))
+    assert cache_status(tmp_path).counts["latents"] == 5
+
+
+def test_runs_that_fill_at_once_break_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    threads = [threading.Thread(target=fill, args=(tmp_path / "cache", 40, log, 0.001, 0.0)) for _ in range(3)]
+    threads = [threading.Thread(target=fill, args=(tmp_path / "cache", 40, log, Share())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(Counter(encoded(log)).values()) == 1
+    assert max(Counter(encoded(log)).values()) <= 3
     assert_whole(tmp_path / "cache", 40)
 
 
@@ -147,7 +161,7 @@ def killed_fills(folder: Path, count: int, kills: int) -> int:
         process.join(300)
         hits += process.exitcode == -signal.SIGKILL
         assert not published & set(encoded(log)[before:]), "built again what was published"
-        now = set(Shelf(cache, "latents"))
+        now = set(entry_sizes(cache, "latents", [key_of(number) for number in range(count)]))
         assert published <= now, "lost what was published"
         published = now
         assert len(set(encoded(log)[before:]) - now) <= 3, "more than the batch in hand"
@@ -162,116 +176,14 @@ def killed_fills(folder: Path, count: int, kills: int) -> int:
 
 
 @forked
-@pytest.mark.usefixtures("packs_early")
 def test_a_killed_fill_loses_only_the_current_batch(tmp_path: Path) -> None:
     assert killed_fills(tmp_path, 300, kills=3) == 3
 
 
 @forked
 @pytest.mark.slow
-@pytest.mark.usefixtures("packs_early")
 def test_fifty_kills(tmp_path: Path) -> None:
     assert killed_fills(tmp_path, 6000, kills=50) == 50
-
-
-@forked
-def test_claims_of_a_killed_process_are_built_by_another(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    stuck = fork(fill, tmp_path / "cache", 12, log, 100.0, 0.0)
-    while not encoded(log):
-        time.sleep(0.01)
-    other = threading.Thread(target=fill, args=(tmp_path / "cache", 12, log, 0.0, 0.0))
-    other.start()
-    time.sleep(0.2)
-    assert other.is_alive(), "it waits for the other's batch"
-    os.kill(stuck.pid or 0, signal.SIGKILL)
-    other.join(300)
-    assert not other.is_alive()
-    assert_whole(tmp_path / "cache", 12)
-
-
-@forked
-def test_a_claim_belongs_to_one_process(tmp_path: Path) -> None:
-    def try_it(answers: Sequence[str]) -> None:
-        with Claims(tmp_path) as own:
-            os._exit(sum(own.take(key) for key in answers))
-
-    with Claims(tmp_path) as mine:
-        assert mine.take(key_of(1))
-        assert not mine.take(key_of(1)), "another thread of this process has it"
-        child = fork(try_it, [key_of(1), key_of(2)])
-        child.join(300)
-        assert child.exitcode == 1
-    child = fork(try_it, [key_of(1), key_of(2)])
-    child.join(300)
-    assert child.exitcode == 2
-
-
-def on_another_machine(monkeypatch: pytest.MonkeyPatch, name: str, hours: float) -> None:
-    """This process seems to be one of another machine, with a clock of its own."""
-    true = time.time
-    monkeypatch.setattr(process_notes, "this_machine", lambda: name)
-    monkeypatch.setattr(time, "time", lambda: true() + 3600 * hours)
-
-
-@pytest.fixture
-def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that gets no CPU for seconds does not count as silent."""
-    monkeypatch.setattr(process_notes, "RENEW_SECONDS", 0.05)
-    for module in (process_notes, claims):
-        monkeypatch.setattr(module, "SILENT_SECONDS", 4.0)
-
-
-@forked
-@pytest.mark.usefixtures("packs_early")
-def test_machines_with_different_clocks_build_each_entry_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one lock: they know of each other by files only."""
-
-    def fill_elsewhere(name: str, hours: float) -> None:
-        on_another_machine(monkeypatch, name, hours)
-        fill(tmp_path / "cache", 100, tmp_path / "log", 0.01, 0.0)
-
-    started = [fork(fill_elsewhere, f"machine {number}", 5.0 * number) for number in range(3)]
-    for process in started:
-        process.join(300)
-        assert process.exitcode == 0
-    assert max(Counter(encoded(tmp_path / "log")).values()) == 1
-    assert_whole(tmp_path / "cache", 100)
-    assert not list((tmp_path / "cache" / "building").iterdir())
-    assert not list((tmp_path / "cache" / "users").iterdir())
-
-
-@forked
-@pytest.mark.usefixtures("short_silence")
-def test_a_claim_of_another_machine_is_over_when_it_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hold() -> None:
-        on_another_machine(monkeypatch, "another", -7.0)
-        with in_use(tmp_path), Claims(tmp_path) as theirs:
-            assert theirs.take(key_of(1))
-            (tmp_path / "ready").touch()
-            time.sleep(100)
-
-    other = fork(hold)
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.01)
-    (note,) = (tmp_path / "users").iterdir()
-    renewed = note.stat().st_mtime_ns
-    while note.stat().st_mtime_ns == renewed:
-        time.sleep(0.01)
-    shard = aged(tmp_path, 1, time.time() + 60)
-    with Claims(tmp_path) as mine:
-        assert not mine.take(key_of(1)), "it renews its time"
-        assert keep_limit(tmp_path, 0).removed == 0
-        os.kill(other.pid or 0, signal.SIGKILL)
-        other.join(300)
-        assert not mine.take(key_of(1)), "nobody knows yet that it was killed"
-        while not mine.take(key_of(1)):
-            time.sleep(0.05)
-        with Claims(tmp_path) as third:
-            assert not third.take(key_of(1)), "it was taken over once"
-    assert keep_limit(tmp_path, 0).removed == 1
-    assert not shard.exists()
-    assert not [path for name in ("building", "users") for path in (tmp_path / name).iterdir()]
 
 
 @contextmanager
@@ -289,55 +201,16 @@ def files_at_most(size: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
 def test_a_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
-    with files_at_most(400), pytest.raises(TrainingFailed, match=r"cannot be written.*cache\.dir"):
+    with files_at_most(200), pytest.raises(TrainingFailed, match=r"cannot be written.*cache\.dir"):
         build_missing(work_of(tmp_path, 10))
-    assert not list((tmp_path / "latents").iterdir())
+    assert not [path for path in (tmp_path / "latents").rglob("*") if path.is_file()]
     build_missing(work_of(tmp_path, 10))
     assert_whole(tmp_path, 10)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
-def test_a_disk_too_full_to_pack_loses_nothing(tmp_path: Path) -> None:
-    with files_at_most(700):
-        build_missing(work_of(tmp_path, 20))
-    assert len(list((tmp_path / "latents").iterdir())) > 5
-    assert_whole(tmp_path, 20)
-    cache_clean(tmp_path)
-    assert len(list((tmp_path / "latents").iterdir())) == 1
-    assert_whole(tmp_path, 20)
-
-
-def test_reading_while_another_packs(tmp_path: Path) -> None:
-    build_missing(work_of(tmp_path, 30))
-    stop, wrong = threading.Event(), list[str]()
-
-    def read() -> None:
-        draw = random.Random(3)
-        while not stop.is_set():
-            store = Store(tmp_path, "latents")
-            for _ in range(5):
-                key = key_of(draw.randrange(30))
-                if store.read(key)["a"].unique().tolist() != [value_of(key)]:
-                    wrong.append(key)
-
-    with pytest.MonkeyPatch.context() as patch:
-        reader = threading.Thread(target=read)
-        reader.start()
-        for number in range(40):
-            patch.setattr(packing, "SMALL", 10**9)
-            write_entries(
-                tmp_path, "latents", [key_of(number % 30)], {"a": torch.full((1, 4, 2), value_of(key_of(number % 30)))}
-            )
-            pack(tmp_path, "latents", list((tmp_path / "latents").glob("*.safetensors")))
-        assert reader.is_alive()
-        stop.set()
-        reader.join()
-    assert not wrong
-    assert_whole(tmp_path, 30)
-
-
 def aged(folder: Path, number: int, used: float) -> Path:
-    path = write_entries(folder, "latents", [key_of(number)], {"a": torch.zeros(1, 1000)})
+    write_entries(folder, "latents", [key_of(number)], {"a": torch.zeros(1, 1000)})
+    path = entry_path(folder, "latents", key_of(number))
     os.utime(path, (used, used))
     return path
 
@@ -351,8 +224,7 @@ def test_the_least_recently_used_entries_are_removed_except_those_in_use(tmp_pat
     assert not older.exists()
     with in_use(tmp_path):
         assert cache_status(tmp_path).in_use
-        work = work_of(tmp_path, 2)  # which finds the second and builds the first
-        build_missing(work)
+        build_missing(work_of(tmp_path, 2))  # which finds the second and builds the first
         third = aged(tmp_path, 3, 3000)
         kept = keep_limit(tmp_path, 100)
         assert not third.exists()
@@ -363,12 +235,37 @@ def test_the_least_recently_used_entries_are_removed_except_those_in_use(tmp_pat
     assert keep_limit(tmp_path, 0).left_bytes == 0
 
 
+def test_an_entry_in_use_is_kept_however_long_the_run_lasts(tmp_path: Path) -> None:
+    """It was marked as used once, when the run began; a run that began later does not matter."""
+    with in_use(tmp_path) as note:
+        began = time.time() - 7 * 86400
+        (tmp_path / "users" / note).write_text(str(began))
+        kept, removed = aged(tmp_path, 1, began + 1), aged(tmp_path, 2, began - 100)
+        with in_use(tmp_path):
+            assert keep_limit(tmp_path, 0).removed == 1
+        assert kept.exists()
+        assert not removed.exists()
+
+
+def test_marking_waits_for_who_removes(tmp_path: Path) -> None:
+    """An entry that a run has found is not removed by a process that looked before."""
+    path, found = aged(tmp_path, 1, 1000), list[set[str]]()
+    marking = threading.Thread(target=lambda: found.append(mark_used(tmp_path, "latents", [key_of(1)])))
+    with one_at_a_time(tmp_path / PRUNING):
+        marking.start()
+        marking.join(0.3)
+        assert not found
+        path.unlink()
+    marking.join(300)
+    assert found == [set()]
+
+
 @forked
 def test_a_killed_run_holds_no_entries(tmp_path: Path) -> None:
     def use() -> None:
         with in_use(tmp_path):
             (tmp_path / "ready").touch()
-            time.sleep(100)
+            time.sleep(1000)
 
     user = fork(use)
     while not (tmp_path / "ready").exists():
@@ -376,20 +273,37 @@ def test_a_killed_run_holds_no_entries(tmp_path: Path) -> None:
     (note,) = (tmp_path / "users").iterdir()
     began = oldest_user(tmp_path)
     assert began is not None
-    shard = aged(tmp_path, 1, began + 1)
+    entry = aged(tmp_path, 1, began + 1)
     assert keep_limit(tmp_path, 0).removed == 0
     os.kill(user.pid or 0, signal.SIGKILL)
     user.join(300)
+    assert keep_limit(tmp_path, 0).removed == 0, "nobody knows yet that it was killed"
+    silent = note.stat().st_mtime - sharing.SILENT_SECONDS - 1.0
+    os.utime(note, (silent, silent))
     assert keep_limit(tmp_path, 0).removed == 1
-    assert not shard.exists()
+    assert not entry.exists()
+    assert not note.exists()
+
+
+def test_a_run_renews_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after another process took it for ended, as after a computer's sleep. The clocks of machines do not count."""
+    monkeypatch.setattr(sharing, "RENEW_SECONDS", 0.01)
+    with in_use(tmp_path) as name:
+        note = tmp_path / "users" / name
+        began = oldest_user(tmp_path)
+        os.utime(note, (1000, 1000))
+        while note.stat().st_mtime == 1000:
+            time.sleep(0.01)
+        note.unlink()
+        while oldest_user(tmp_path) is None:
+            time.sleep(0.01)
+        monkeypatch.setattr(time, "time", lambda: 10**10)
+        assert oldest_user(tmp_path) == began
     assert not note.exists()
 
 
 def test_a_removed_cache_is_started_again(tmp_path: Path) -> None:
-    import shutil
-
     build_missing(work_of(tmp_path / "cache", 5))
     shutil.rmtree(tmp_path / "cache")
     assert build_missing(work_of(tmp_path / "cache", 5)) == 5
     assert_whole(tmp_path / "cache", 5)
-    assert [Shard(path).count for path in (tmp_path / "cache" / "latents").iterdir()] == [5]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection
-from lora_trainer.data.caches.store import Store, write_entries
+from lora_trainer.data.caches.entries import Store, write_entries
 from lora_trainer.data.captions import drops_caption, settled
 from lora_trainer.data.loader import CachedData, prefetch, read_micro
 from lora_trainer.data.sample import Sample

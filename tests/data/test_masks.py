@@ -18,7 +18,7 @@ from lora_trainer.config.schema import SourceSection
 from lora_trainer.core.errors import DatasetRefused
 from lora_trainer.data.buckets import Bucket, fit_to
 from lora_trainer.data.caches.cache import CachePlan, fill_latents, plan_latents
-from lora_trainer.data.caches.store import Store
+from lora_trainer.data.caches.entries import Store
 from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.masks import doubt_of_mask, load_mask, to_mask
 from lora_trainer.data.images.pixels import read_mask
@@ -52,7 +52,7 @@ def test_a_mask_is_cached_in_every_variant_of_its_image(tmp_path: Path, draw: Dr
         return plan_latents(shown, cache, "vae", torch.float16)
 
     assert fill_latents(plan(), encode_image, batch=4).reasons == {"mask changed": 1, "new": 3}
-    store = Store(cache, "latents", plan().keys)
+    store = Store(cache, "latents")
     entries = [store.read(key) for key in plan().keys]
     expected = torch.zeros(8, 8)
     expected[:, 4:] = expected[0, 0] = 1.0

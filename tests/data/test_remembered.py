@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lora_trainer.data.caches.upkeep import cache_clean, cache_status
+from lora_trainer.data.caches.pruning import cache_clean, cache_status
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.measures import MEASURES
 from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered

@@ -98,7 +98,7 @@ def test_rows_without_an_image_and_invalid_files(tmp_path: Path, draw: Draw) -> 
 def test_unpacked_files_are_in_the_cache_status_and_removed_by_prune(
     tmp_path: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lora_trainer.data.caches.upkeep import cache_clean, cache_status
+    from lora_trainer.data.caches.pruning import cache_clean, cache_status
 
     path = write(tmp_path / "x.parquet", {"image": [png(1), png(2)], "text": ["a", "b"]})
     before = read_manifest([path])[0].samples

@@ -16,8 +16,8 @@ import pytest
 from lora_trainer.config.schema import Config, DataSection, SourceSection
 from lora_trainer.core.bounded import TextError
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.caches.claims import in_use, oldest_user
-from lora_trainer.data.caches.upkeep import cache_clean, keep_limit
+from lora_trainer.data.caches.pruning import cache_clean, keep_limit
+from lora_trainer.data.caches.sharing import in_use, oldest_user
 from lora_trainer.data.images.images import load_rgb
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_trainer.data.caches.files import ENTRY
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from tests.faults.ground import EVERY, STEPS, Ended, Ground
 from tests.faults.tries import Expected, Row, Tried, differences, last_line, nearly, run_folder
@@ -127,11 +128,13 @@ def test_all_checkpoints_damaged(ground: Ground, killed: Path, expected: Expecte
 @pytest.mark.slow
 @pytest.mark.parametrize("hurt", HURTS)
 def test_damaged_caches(hurt: str, ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """Each file of the caches and of the image cache: built again, and the result is the same."""
-    row = Row(f"caches: {hurt}", "each file")
+    """An entry of each kind and each other file: built again, and the result is the same."""
+    row = Row(f"caches: {hurt}", "an entry of each kind, each other file")
     whole = ground.new_place()
     files = [path for folder in ("cache", "user") for path in sorted((whole / folder).rglob("*")) if path.is_file()]
-    for file in files:
+    entries = [path for path in files if ENTRY.fullmatch(path.name)]
+    of_each_kind = {path.parents[1]: path for path in entries}.values()
+    for file in [*of_each_kind, *(path for path in files if path not in entries)]:
         for share in hurts(file, hurt) if file.stat().st_size else ():
             place = copied(ground, whole)
             ended = ground.run(place, brief=True)

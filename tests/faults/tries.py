@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from lora_trainer.config.toml import read_toml
 from lora_trainer.core.errors import UserError
-from lora_trainer.data.caches.store import KINDS, Shelf
+from lora_trainer.data.caches.files import ENTRY, KINDS, entry_folders, named
+from lora_trainer.export.tensor_file import DamagedFile, read_sealed
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, read_checkpoint, step_of
 from tests.faults.disk import Mode
 from tests.faults.ground import STEPS, Ended, Ground
@@ -165,14 +166,14 @@ def same_tensors(path: Path, wanted: dict[str, bytes]) -> bool:
 
 
 def damaged_caches(folder: Path) -> list[str]:
-    """Shards under their names whose header or rows are damaged."""
+    """Entries under their names that are damaged."""
     problems = []
-    for kind in KINDS:
-        shelf = Shelf(folder, kind)
-        problems += [f"torn: shard {name}" for name in sorted(shelf.damaged)]
-        for shard in shelf.shards():
-            if len(shard.sound_rows()) != shard.count:
-                problems.append(f"torn: rows of shard {shard.path.name}")
+    entries = [path for kind in KINDS for place in entry_folders(folder, kind) for path in named(place, ENTRY)]
+    for path in entries:
+        try:
+            read_sealed(path, path.stem, needs_digest=True)
+        except DamagedFile as error:
+            problems.append(f"torn: {error}")
     return problems
 
 

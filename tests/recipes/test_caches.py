@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from lora_trainer.core.errors import Problem, TrainingFailed
-from lora_trainer.data.caches.store import write_entries
+from lora_trainer.data.caches.entries import write_entries
+from lora_trainer.data.caches.files import entry_path
 from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
 from lora_trainer.models import FAMILIES
@@ -142,7 +143,8 @@ def test_disk_space_is_not_required_for_entries_that_others_wrote(own, monkeypat
 
 @pytest.mark.slow
 def test_a_cache_above_its_limit_keeps_what_the_run_needs(own, capsys):
-    former = write_entries(own.cache, "texts", ["ab" * 32], {"embeds": torch.zeros(1, 10_000)})
+    write_entries(own.cache, "texts", ["ab" * 32], {"embeds": torch.zeros(1, 10_000)})
+    former = entry_path(own.cache, "texts", "ab" * 32)
     os.utime(former, (1000, 1000))
     assert own.run("first", command="cache", cache__limit_gb=0.0001) == 0
     assert "are in use, above the limit of 0.1 MB: they are kept" in capsys.readouterr().out

@@ -16,8 +16,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core import compilations
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.caches import upkeep
-from lora_trainer.data.caches.packing import pack
+from lora_trainer.data.caches import pruning
 from lora_trainer.data.images.remembered import FilePlace, Kept, Stamp, remembered
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.models.single import tokenizers
@@ -80,17 +79,9 @@ def test_tidying_ends_no_run(own):
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with patched(upkeep, "forget_dead", full):
+    with patched(pruning, "forget_ended", full):
         assert own.run("first", steps=2) == 0
     assert record(own.folder("first"))["status"] == "done"
-
-
-def test_packing_leaves_a_read_only_cache_as_it_is(own):
-    assert own.run("first", steps=2, cache__batch_size=1) == 0
-    shards = sorted((own.cache / "latents").glob("*.safetensors"))
-    with read_only(own.cache):
-        assert pack(own.cache, "latents", shards) == 0
-    assert sorted((own.cache / "latents").glob("*.safetensors")) == shards
 
 
 def test_headers_are_remembered(tmp_path):

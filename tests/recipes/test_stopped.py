@@ -42,7 +42,7 @@ def test_a_signal_after_training_finds_the_result_recorded(after: str, files: bo
 def test_stopped_while_caching(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kept steps and the resume command are printed; there is no empty report."""
     bench = replace(bench, cache=tmp_path / "empty")
-    with signal_after(filling._Filling, "publish"):
+    with signal_after(filling, "_write"):
         assert bench.run("first", cache__batch_size=1, cache__workers=1) == 143
     output = capsys.readouterr().out
     assert "cache: 1 of 10 latents are there and kept" in output

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection, Config
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.data.caches.store import Store, write_entries
+from lora_trainer.data.caches.entries import Store, write_entries
 from lora_trainer.data.loader import CachedData
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import Framing, plan_views

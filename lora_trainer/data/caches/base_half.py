@@ -1,4 +1,4 @@
-"""What a verdict measures of the base model alone, kept on the disk: entries of the cache's shards, of kind `features`.
+"""What a verdict measures of the base model alone, kept on the disk: entries of the cache, of kind `features`.
 
 An entry has what one batch of work gave: raw features and latents, from which verdicts compute their parts. It is named by
 the content that it depends on, so that it is never out of date: it matches or is not found.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.data.caches.claims import Claims, wait_for
-from lora_trainer.data.caches.store import Shelf, write_entries
+from lora_trainer.data.caches.entries import mark_used, read_entry, write_entries
+from lora_trainer.export.tensor_file import DamagedFile
 
 KIND = "features"
 
@@ -52,34 +51,15 @@ class BaseHalf:
     def read_or_make(self, key: str, make: Callable[[], Entry]) -> Entry:
         """The entry of a key, a digest of what else it depends on; made now where it is missing or damaged.
 
-        Another process that makes the same one is waited for. Values that are not finite, and what the disk refuses, are
-        not kept: they are made each time.
+        Values that are not finite, and what the disk refuses, are not kept: they are made each time.
         """
         name = digest_of(self.model, key)
-        if (found := self._read(name)) is not None:
+        with contextlib.suppress(OSError, DamagedFile):
+            found = read_entry(self.folder, KIND, name)
+            mark_used(self.folder, KIND, [name])
             return found
-        with contextlib.ExitStack() as held:
-            try:
-                claims = held.enter_context(Claims(self.folder))
-            except OSError:  # a cache that may not be written to
-                return make()
-            wait_for(claims, name)
-            if (found := self._read(name)) is not None:  # another process was faster
-                return found
-            made = make()
-            if all(bool(torch.isfinite(each).all()) for each in made.values()):
-                with contextlib.suppress(OSError):
-                    write_entries(self.folder, KIND, [name], {each: value[None].cpu() for each, value in made.items()})
-            return made
-
-    def _read(self, name: str) -> Entry | None:
-        """An entry, whose shard's time of last use becomes now; None where there is none that is sound."""
-        shelf = Shelf(self.folder, KIND, [name])
-        try:
-            found = {each: value.clone() for each, value in shelf.read(name).items()}
-        except KeyError:
-            return None
-        for shard in shelf.used():
+        made = make()
+        if all(bool(torch.isfinite(each).all()) for each in made.values()):
             with contextlib.suppress(OSError):
-                os.utime(shard.path)
-        return found
+                write_entries(self.folder, KIND, [name], {each: value[None] for each, value in made.items()})
+        return made

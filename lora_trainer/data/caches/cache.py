@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.findings import counted
-from lora_trainer.data.caches.explained import changed, recall, remember
-from lora_trainer.data.caches.filling import Progress, Work, build_missing, usual_workers
-from lora_trainer.data.caches.store import Shelf
+from lora_trainer.data.caches.entries import entry_sizes, is_sound, was_damaged
+from lora_trainer.data.caches.files import former_files
+from lora_trainer.data.caches.filling import ALONE, Progress, Share, Work, build_missing, usual_workers
+from lora_trainer.data.caches.reasons import changed, recall, remember
 from lora_trainer.data.images.pixels import ShownView, encode_shown, read_controls, read_shown
 from lora_trainer.data.prompt_weights import WeightedText, spoken
 
@@ -54,8 +55,8 @@ REASONS = {
 }
 PLURALS = dict(REASONS.values())
 
-# Entries of fewer bytes than this are read and checked when they are planned, which takes a quarter of a second.
-# Of more, damage shows when a row is first read; `cache prune --verify` looks for it.
+# Entries of fewer bytes than this are read and checked when they are planned, which takes half a second.
+# Of more, damage shows when an entry is read; `cache prune --verify` looks for it.
 CHECKED_AT_START = 2**28
 
 Item = TypeVar("Item")
@@ -73,7 +74,7 @@ class EditText:
 
 Record = dict[str, str]  # what an entry depends on, by the names of REASONS; all but these are in its key
 ONLY_EXPLAINS = ("written",)  # the caption as it is in the dataset, which its texts are made of
-LOST = "not in the cache any more"
+LOST, FORMER = "not in the cache any more", "cached by an earlier version"
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class CachePlan(Generic[Item]):
 
     def still_missing(self) -> CachePlan[Item]:
         """The same without what others have built since."""
-        shelf = Shelf(self.folder, self.kind, [self.keys[index] for index in self.missing])
-        left = [each for each in zip(self.missing, self.reasons, strict=True) if self.keys[each[0]] not in shelf]
+        there = entry_sizes(self.folder, self.kind, [self.keys[index] for index in self.missing])
+        left = [each for each in zip(self.missing, self.reasons, strict=True) if self.keys[each[0]] not in there]
         return replace(self, missing=tuple(index for index, _ in left), reasons=tuple(reason for _, reason in left))
 
 
@@ -270,21 +271,23 @@ def _plan(
 ) -> CachePlan[Item]:
     keys = tuple(_key(describe(index)[1]) for index in range(len(items)))
     first = {key: index for index, key in reversed(list(enumerate(keys)))}
-    shelf = Shelf(folder, kind, first)
-    check_few(shelf, first)
-    missing = sorted(index for key, index in first.items() if key not in shelf)
+    sizes = entry_sizes(folder, kind, first)
+    checked = sizes if sum(sizes.values()) <= CHECKED_AT_START else {}
+    damaged = {key for key in checked if not is_sound(folder, kind, key)}
+    missing = sorted(index for key, index in first.items() if key not in sizes or key in damaged)
     named = dict.fromkeys(describe(index)[0] for index in missing)
     before = recall(folder, kind, list(named | dict.fromkeys(_first_of(kind, name) for name in named)))
 
+    lost = FORMER if missing and former_files(folder) else LOST
+
     def why(index: int) -> str:
         source, record = describe(index)
-        if keys[index] in shelf.spoilt:
+        if keys[index] in damaged or was_damaged(folder, kind, keys[index]):
             return "damaged"
         known = before.get(source) or before.get(_first_of(kind, source))
         if not known:
             return "new"
         names = changed(known, _whole(record))
-        lost = "damaged" if shelf.damaged else LOST  # a shard whose header is damaged does not say what it held
         return next((phrases[0] for name, phrases in REASONS.items() if name in names), lost)
 
     return CachePlan(kind, folder, dtype, items, keys, tuple(missing), tuple(map(why, missing)), describe)
@@ -295,15 +298,6 @@ def _whole(record: Record) -> Record:
     return {name: record.get(name, "") for name in REASONS}
 
 
-def check_few(shelf: Shelf, keys: Sequence[str] | Mapping[str, int]) -> None:
-    """Read and check the entries where that is quick; damaged ones are missing from then on."""
-    if sum(shard.bytes for shard in shelf.used()) > CHECKED_AT_START:
-        return
-    for key in keys:
-        if key in shelf:
-            shelf.check(key)
-
-
 def fill_latents(
     plan: CachePlan[tuple[Sample, View]],
     encode_image: Callable[[Tensor], tuple[Tensor, Tensor]],
@@ -311,12 +305,11 @@ def fill_latents(
     progress: Progress | None = None,
     *,
     workers: int | None = None,
-    start: float = 0.0,
+    share: Share = ALONE,
 ) -> Filled:
     """Build the missing latents, `batch` images of one bucket at a time, decoded ahead by `workers` threads.
 
-    Others may fill the same cache meanwhile: nothing is built twice, and this returns when
-    all is there. `start` is the share of the entries at which this process begins.
+    The processes of a run divide the entries by their `share`, and each returns when all are there.
     `encode_image` takes pixels [B, 3, H, W] in [-1, 1] (float32, CPU) and gives mean and
     spread, each [B, C, h, w]. Raises DatasetRefused for an image that cannot be read or
     has changed since it was listed, TrainingFailed for latents that are not finite and for
@@ -338,7 +331,7 @@ def fill_latents(
         return plan.items[index][0].path.name
 
     many = usual_workers() if workers is None else max(1, workers)
-    work = Work(plan.folder, plan.kind, plan.keys, group, prepare, encode, name, batch, many, start)
+    work = Work(plan.folder, plan.kind, plan.keys, group, prepare, encode, name, batch, many, share)
     return _fill(plan, work, progress)
 
 
@@ -348,9 +341,9 @@ def fill_texts(
     batch: int,
     progress: Progress | None = None,
     *,
-    start: float = 0.0,
+    share: Share = ALONE,
 ) -> Filled:
-    """Build the missing captions, together with others as above. `encode_text` takes B captions and gives tensors with B first.
+    """Build the missing captions, divided as above. `encode_text` takes B captions and gives tensors with B first.
 
     Raises TrainingFailed for values that are not finite and for a disk that refuses, DatasetRefused for a control image
     that cannot be read.
@@ -377,7 +370,7 @@ def fill_texts(
         item = plan.items[index]
         return repr(item.caption if isinstance(item, EditText) else item)
 
-    work = Work(plan.folder, plan.kind, plan.keys, group, prepare, encode, name, batch, 1, start)
+    work = Work(plan.folder, plan.kind, plan.keys, group, prepare, encode, name, batch, 1, share)
     return _fill(plan, work, progress)
 
 

@@ -1,20 +1,17 @@
-"""Building what is missing, by as many processes and runs as like to, each entry once.
+"""Building what is missing in a cache. The processes of a run divide the list; two runs may build the same entry twice.
 
-A key is claimed before it is built, and looked for again after it was claimed, so that
-nothing is built that somebody published meanwhile. What others have claimed is left for
-later and waited for; if its owner dies, its claim is free and it is built here. Each batch
-is durable when it is encoded, so a kill loses the batches in hand and nothing else.
+Each entry is whole on the disk when its batch is encoded, so a kill loses the batches in hand and nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import time
+import tempfile
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,17 +22,28 @@ from torch import Tensor
 
 from lora_trainer.core.disk import what_helps, write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import available_cpus
-from lora_trainer.data.caches.claims import Claims, in_use, pauses, upkeep
-from lora_trainer.data.caches.packing import SMALL, pack
-from lora_trainer.data.caches.shards import Layout, layout_of
-from lora_trainer.data.caches.store import Shelf, write_entries
+from lora_trainer.data.caches.entries import mark_used, write_entries
+from lora_trainer.data.caches.files import entry_path
 
 MOST_WORKERS = 8
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 
 Prepared = TypeVar("Prepared")
 Progress = Callable[[int, int], None]  # (entries done, entries to build)
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process among those of a run that fill one folder, and how it waits for what the others build."""
+
+    index: int = 0
+    count: int = 1
+    wait_until: Callable[[Callable[[], bool]], None] = lambda ready: None
+
+
+ALONE = Share()
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Work(Generic[Prepared]):
     name: Callable[[int], str]  # for messages
     batch: int
     workers: int = 1
-    start: float = 0.0  # share of the way at which this process begins, so that several seldom meet
+    share: Share = ALONE
 
 
 def usual_workers() -> int:
@@ -64,49 +72,100 @@ def usual_workers() -> int:
 
 
 def build_missing(work: Work[Prepared], progress: Progress | None = None) -> int:
-    """Build what is missing until all of it is there, whoever builds it; how many were built here.
+    """Mark what is there as used, and build what is missing, until all of it is there; how many were built here.
 
     Raises TrainingFailed when the disk refuses or an encoder gives values that are not finite.
     """
-    shelf = mark_used(work)
-    first = {key: place for place, key in reversed(list(enumerate(work.keys)))}
-    places = sorted(place for key, place in first.items() if key not in shelf)
-    if not places:
+    missing = set(work.keys) - mark_used(work.folder, work.kind, set(work.keys))
+    if not missing:
         return 0
-    del shelf
+    show = progress or (lambda done, total: None)
+    built = 0
+    with closing(_prepared_ahead(work, own_batches(work, missing))) as batches:
+        for places, prepared in batches:
+            _write(work, places, work.encode(places, prepared))
+            missing -= {work.keys[place] for place in places}
+            built += len(places)
+            show(built, built + len(missing))
+    _wait_for_others(work, missing, built, show)
+    return built
+
+
+def own_batches(work: Work[Prepared], missing: set[str]) -> list[list[int]]:
+    """What this process builds.
+
+    All processes divide the whole list, with what is there: so it does not matter when each looked what is missing.
+    """
+    first = {key: place for place, key in reversed(list(enumerate(work.keys)))}
+    own = sorted(first.values())[work.share.index :: work.share.count]
+    groups: dict[object, list[int]] = defaultdict(list)
+    for place in own:
+        if work.keys[place] in missing:
+            groups[work.group(place)].append(place)
+    return [
+        group[start : start + work.batch] for group in groups.values() for start in range(0, len(group), work.batch)
+    ]
+
+
+def _prepared_ahead(
+    work: Work[Prepared], batches: Sequence[list[int]]
+) -> Generator[tuple[list[int], list[Prepared]], None, None]:
+    """Each batch, prepared in threads ahead of its turn."""
+    depth = 1 + -(-work.workers // work.batch)
+    ahead: deque[tuple[list[int], list[Future[Prepared]]]] = deque()
+    left = iter(batches)
+    with ThreadPoolExecutor(work.workers, thread_name_prefix="decode") as pool:
+        try:
+            while True:
+                while len(ahead) < depth and (places := next(left, None)) is not None:
+                    ahead.append((places, [pool.submit(work.prepare, place) for place in places]))
+                if not ahead:
+                    return
+                places, futures = ahead.popleft()
+                yield places, [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write(work: Work[Prepared], places: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+    """Write the entries of a batch. Raises TrainingFailed."""
+    for row, place in enumerate(places):
+        if not all(bool(torch.isfinite(tensor[row]).all()) for tensor in tensors.values()):
+            message = f"The encoder gave values that are not finite for {work.name(place)}."
+            raise TrainingFailed(
+                Problem("encoding_not_finite", message, "Set memory.weight_dtype=fp32, or bf16 in place of fp16.")
+            )
+
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    what = f"{counted(len(places), 'entry', 'entries')} of the cache"
+    write = partial(write_entries, work.folder, work.kind, [work.keys[place] for place in places], tensors)
     try:
-        claims = Claims(work.folder)
+        write_with_retry(what, work.folder, write, size)
     except OSError as error:
         raise refused(work.folder, error) from error
-    with in_use(work.folder), claims:
-        filling = _Filling(work, claims, places)
-        try:
-            filling.run(progress)
-        finally:
-            filling.pool.shutdown(wait=True, cancel_futures=True)
-        pack(work.folder, work.kind, [shard.path for shard in Shelf(work.folder, work.kind, work.keys).used()])
-        return filling.built
 
 
-def mark_used(work: Work[Prepared]) -> Shelf:
-    """Mark the shards of a run as used now, so that nobody removes them; what of them is there."""
-    if not (work.folder / work.kind).is_dir():
-        return Shelf(work.folder, work.kind, work.keys)
-    with contextlib.ExitStack() as turn:
-        with contextlib.suppress(OSError):  # a cache that may not be written to
-            turn.enter_context(upkeep(work.folder))
-        shelf = Shelf(work.folder, work.kind, work.keys)
-        for shard in shelf.used():
-            with contextlib.suppress(OSError):
-                os.utime(shard.path)
-    return shelf
+def _wait_for_others(work: Work[Prepared], missing: set[str], built: int, show: Progress) -> None:
+    """Return when the entries are there that other processes of the run build."""
+    others = sorted(missing)
+    total = built + len(others)
+
+    def are_there() -> bool:
+        while others and entry_path(work.folder, work.kind, others[-1]).exists():
+            others.pop()
+        return not others
+
+    if others:
+        work.share.wait_until(are_there)
+        show(total, total)
 
 
 def refuse_unwritable(folder: Path, lacking: str, *, only_looks: bool = False) -> None:
     """Raise UsageError, before any work, for a cache that lacks what a run needs and that may not be written to."""
     try:
         if not only_looks:
-            with Claims(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
                 return
         existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not existing.is_dir():
@@ -130,118 +189,3 @@ def refused(folder: Path, error: OSError) -> TrainingFailed:
     return TrainingFailed(
         Problem("cache_not_writable", message, f"{what_helps(error)}, or set cache.dir to another disk.")
     )
-
-
-class _Filling(Generic[Prepared]):
-    """One process at work."""
-
-    def __init__(self, work: Work[Prepared], claims: Claims, places: Sequence[int]) -> None:
-        self.work = work
-        self.claims = claims
-        self.total = len(places)
-        self.built = self.done = 0
-        self.pool = ThreadPoolExecutor(work.workers, thread_name_prefix="decode")
-        self.shelf = Shelf(work.folder, work.kind, [work.keys[place] for place in places])
-        self.pending = _turned(_grouped(places, work.group), work.start)
-        self.later: list[int] = []
-        self.own: dict[Layout, list[Path]] = defaultdict(list)
-        self.own_bytes: dict[Layout, int] = defaultdict(int)
-
-    def run(self, progress: Progress | None) -> None:
-        depth = 1 + -(-self.work.workers // self.work.batch)
-        ahead: deque[tuple[list[int], list[Future[Prepared]]]] = deque()
-        reported, waits = -1, pauses()
-        while True:
-            while len(ahead) < depth and (places := self.next_places()):
-                ahead.append((places, [self.pool.submit(self.work.prepare, place) for place in places]))
-            if ahead:
-                places, futures = ahead.popleft()
-                self.publish(places, self.work.encode(places, [future.result() for future in futures]))
-                waits = pauses()
-            elif self.later:
-                time.sleep(next(waits))
-                self.shelf.refresh()
-                self.pending, self.later = _grouped(self.later, self.work.group), []
-            if progress is not None and self.done != reported:
-                reported = self.done
-                progress(self.done, self.total)
-            if not ahead and not self.pending and not self.later:
-                return
-
-    def next_places(self) -> list[int]:
-        """The next batch, claimed; empty when nothing is left that nobody else builds."""
-        keys = self.work.keys
-        while self.pending:
-            group = self.pending[0]
-            mine: list[int] = []
-            while group and len(mine) < self.work.batch:
-                place = group.popleft()
-                if keys[place] in self.shelf:
-                    self.done += 1
-                elif self.claims.take(keys[place]):
-                    mine.append(place)
-                else:
-                    self.later.append(place)
-            if not group:
-                self.pending.popleft()
-            if mine:
-                self.shelf.refresh()  # somebody may have published it just before this claim
-            for place in [place for place in mine if keys[place] in self.shelf]:
-                self.claims.free(keys[place])
-                mine.remove(place)
-                self.done += 1
-            if mine:
-                return mine
-        return []
-
-    def publish(self, places: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Make a batch durable, then free its claims."""
-        work = self.work
-        for row, place in enumerate(places):
-            if not all(bool(torch.isfinite(tensor[row]).all()) for tensor in tensors.values()):
-                message = f"The encoder gave values that are not finite for {work.name(place)}."
-                raise TrainingFailed(
-                    Problem("encoding_not_finite", message, "Set memory.weight_dtype=fp32, or bf16 in place of fp16.")
-                )
-        layout, keys = layout_of(tensors), [work.keys[place] for place in places]
-        try:
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            what = f"{len(keys)} {'entry' if len(keys) == 1 else 'entries'} of the cache"
-            write = partial(write_entries, work.folder, work.kind, keys, tensors)
-            path = write_with_retry(what, work.folder, write, size)
-        except OSError as error:
-            raise refused(work.folder, error) from error
-        for key in keys:
-            self.claims.free(key)
-        self.built += len(places)
-        self.done += len(places)
-        self.own[layout].append(path)
-        self.own_bytes[layout] += path.stat().st_size
-        if self.own_bytes[layout] >= SMALL:
-            pack(work.folder, work.kind, self.own.pop(layout))
-            del self.own_bytes[layout]
-
-
-def _grouped(places: Sequence[int], group: Callable[[int], object]) -> deque[deque[int]]:
-    groups: dict[object, deque[int]] = defaultdict(deque)
-    for place in places:
-        groups[group(place)].append(place)
-    return deque(groups.values())
-
-
-def _turned(groups: deque[deque[int]], start: float) -> deque[deque[int]]:
-    """The same entries, beginning at a share of the way."""
-    skip = int(sum(map(len, groups)) * start)
-    before: list[deque[int]] = []
-    after: list[deque[int]] = []
-    for group in groups:
-        cut = min(skip, len(group))
-        skip -= cut
-        before.append(deque(_first(group, cut)))
-        after.append(group)
-    return deque(group for group in (*after, *before) if group)
-
-
-def _first(group: deque[int], count: int) -> Iterator[int]:
-    for _ in range(count):
-        yield group.popleft()

@@ -1,9 +1,11 @@
 """Sets of class images on the disk: what a base model generated for prior preservation.
 
     CACHE/class_images/KEY/0000.png, 0000.txt     an image and its prompt, each written whole
-    CACHE/class_images/KEY/class_images.json      written last: how they were generated, and each image's digest
+    CACHE/class_images/KEY/class_images.json      its mark, written last: how they were generated, and each image's digest
 
-A set without the last file is not finished: what is there is kept, and the rest is generated.
+    CACHE/class_images/KEY/set.lock               whoever generates it holds this lock
+
+A set without its mark is not finished: what is there is kept, and the rest is generated.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import atomic_path, read_json, sha256_file, write_json, write_text
-from lora_trainer.data.caches.ours import named
+from lora_trainer.data.caches.files import named
 
 if TYPE_CHECKING:
     from PIL import Image
 
-SETS, RECIPE = "class_images", "class_images.json"
+SETS, RECIPE, LOCK = "class_images", "class_images.json", "set.lock"
 KEY = re.compile(r"[0-9a-f]{64}")
-FILE = re.compile(r"[0-9]{4,}\.(png|txt)|class_images\.json")
+FILE = re.compile(r"[0-9]{4,}\.(png|txt)|class_images\.json|set\.lock")
 HALF = re.compile(r"\.([0-9]{4,}\.(png|txt)|class_images\.json)\.[^.]+\.part")
 PIXEL_BYTES = 3  # a PNG takes less
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.bounded import TextError
 from lora_trainer.core.io import atomic_path, read_json, user_cache_folder, write_json
-from lora_trainer.data.caches.claims import CLOCK_STEP, POLL, Claims, oldest_user, upkeep
+from lora_trainer.data.caches.sharing import CLOCK_STEP, PRUNING, oldest_user, one_at_a_time
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.found import FoundImage, SourceReading, SourceRequest
 from lora_trainer.data.sources.metadata import find_columns, hint_of_columns
@@ -113,23 +112,19 @@ def _shared(path: Path, column: str, blob: Path) -> list[_Image | None]:
     cache = blob.parent.parent
     if (found := _unpacked(cache, blob)) is not None:
         return found
-    try:
-        claims = Claims(cache)
-    except OSError as error:
-        message = f"has images that cannot be laid out in {blob.parent} ({(error.strerror or str(error)).lower()})."
-        raise _RefusedError(message, "Set LORA_TRAINER_CACHE to a folder that can be written to.") from error
-    with claims:
-        while True:
-            mine = claims.take(blob.stem)
-            if (found := _unpacked(cache, blob)) is not None:
-                return found
-            if mine:
-                images = _unpack(path, column, blob)
-                places = [None if each is None else [each.name, each.offset, each.size] for each in images]
-                write_json(blob.with_suffix(".json"), {"bytes": blob.stat().st_size, "images": places})
-                _remove_former(cache, blob)
-                return images
-            time.sleep(POLL)
+    with contextlib.ExitStack() as turn:
+        try:
+            turn.enter_context(one_at_a_time(blob.with_suffix(".lock")))
+        except OSError as error:
+            message = f"has images that cannot be laid out in {blob.parent} ({(error.strerror or str(error)).lower()})."
+            raise _RefusedError(message, "Set LORA_TRAINER_CACHE to a folder that can be written to.") from error
+        if (found := _unpacked(cache, blob)) is not None:  # by another process meanwhile
+            return found
+        images = _unpack(path, column, blob)
+        places = [None if each is None else [each.name, each.offset, each.size] for each in images]
+        write_json(blob.with_suffix(".json"), {"bytes": blob.stat().st_size, "images": places})
+        _remove_former(cache, blob)
+        return images
 
 
 def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
@@ -143,7 +138,7 @@ def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
     try:
         with contextlib.ExitStack() as turn:
             with contextlib.suppress(OSError):  # a cache that may not be written to
-                turn.enter_context(upkeep(cache))
+                turn.enter_context(one_at_a_time(cache / PRUNING))
             places = read_json(index)
             if blob.stat().st_size != places["bytes"]:
                 return None
@@ -156,7 +151,7 @@ def _unpacked(cache: Path, blob: Path) -> list[_Image | None] | None:
 
 def _remove_former(cache: Path, blob: Path) -> None:
     """Remove what was unpacked of the same file before it changed, unless a living run may read it."""
-    with contextlib.suppress(OSError), upkeep(cache):
+    with contextlib.suppress(OSError), one_at_a_time(cache / PRUNING):
         since = oldest_user(cache)
         for path in blob.parent.glob(f"{blob.stem[:16]}*.images"):
             if path != blob and (since is None or last_used(path) < since - CLOCK_STEP):

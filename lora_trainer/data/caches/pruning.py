@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,23 +13,21 @@ from lora_trainer.core.disk import size_words
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import user_cache_folder
-from lora_trainer.data.caches.claims import CLOCK_STEP, forget_dead, oldest_user, upkeep
-from lora_trainer.data.caches.image_sets import SETS, half_written, list_sets, remove_set
-from lora_trainer.data.caches.ours import (
-    DAMAGE,
-    FORMER,
-    FORMER_FOLDER,
-    FORMER_INDEX,
+from lora_trainer.data.caches.entries import is_sound
+from lora_trainer.data.caches.files import (
+    BESIDE_IMAGES,
+    DAMAGED,
+    ENTRY,
     IMAGES,
-    IMAGES_INDEX,
+    KINDS,
     PART,
-    SHARD,
+    entry_folders,
+    former_files,
     is_cache,
     named,
 )
-from lora_trainer.data.caches.packing import pack, remove, rewrite
-from lora_trainer.data.caches.shards import is_foreign
-from lora_trainer.data.caches.store import KINDS, MARK, Shelf
+from lora_trainer.data.caches.image_sets import SETS, half_written, list_sets, remove_set
+from lora_trainer.data.caches.sharing import CLOCK_STEP, PRUNING, forget_ended, oldest_user, one_at_a_time
 from lora_trainer.data.images.remembered import remembered, remembered_bytes
 from lora_trainer.data.images.remote import ENDING
 from lora_trainer.data.sources.parquet import UNPACKED, last_used, remove_unpacked
@@ -45,14 +44,13 @@ class KindStatus:
 
     entries: int
     bytes: int
-    shards: int
-    damaged: int  # shards whose header is damaged
+    damaged: int  # entries that were found damaged
     last_used: float | None
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """What a cache folder holds. `former` counts the files of the layout with one file for each entry."""
+    """What a cache folder holds. `former` counts the files of earlier versions."""
 
     folder: Path
     kinds: dict[str, KindStatus]
@@ -77,12 +75,13 @@ class CacheStatus:
         for name, kind in self.kinds.items():
             if kind.last_used is not None:
                 used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kind.last_used))
-                lines.append(f"  {name}: {size_words(kind.bytes)} in {_files(kind.shards)}, last used {used}")
+                lines.append(f"  {name}: {size_words(kind.bytes)}, last used {used}")
             if kind.damaged:
-                lines.append(f"  {name}: {_files(kind.damaged)} cannot be read; `cache prune` removes them")
+                damaged = counted(kind.damaged, "damaged entry", "damaged entries")
+                lines.append(f"  {name}: {damaged}; `cache prune` removes them")
         if self.former:
             lines.append(
-                f"  {_files(self.former)} of a former version, which nothing reads; `cache prune` removes them"
+                f"  {_files(self.former)} of an earlier version, which nothing reads; `cache prune` removes them"
             )
         if self.unpacked:
             lines.append(f"  {size_words(self.unpacked)} of images out of Parquet files; `cache prune` removes them")
@@ -116,18 +115,19 @@ def _files(count: int) -> str:
 
 
 def cache_status(folder: Path) -> CacheStatus:
-    """Count what is there, from the shards' headers; a folder that does not exist is empty."""
-    kinds = {}
-    for kind in KINDS:
-        shelf = Shelf(folder, kind)
-        shards = shelf.shards()
-        used = max((shard.used for shard in shards), default=None)
-        total = sum(shard.bytes for shard in shards)
-        kinds[kind] = KindStatus(len(shelf), total, len(shards), len(shelf.damaged), used)
+    """Count what is there; a folder that does not exist is empty."""
+    kinds = {kind: _kind_status(folder, kind) for kind in KINDS}
     unpacked = sum(size for _, size, _ in _unpacked(folder))
     in_use, known = oldest_user(folder) is not None, remembered_bytes(folder)
     sets = tuple(size for _, size, _ in list_sets(folder))
-    return CacheStatus(folder, kinds, len(list(_former(folder))), in_use, unpacked, known, sets)
+    return CacheStatus(folder, kinds, len(former_files(folder)), in_use, unpacked, known, sets)
+
+
+def _kind_status(folder: Path, kind: str) -> KindStatus:
+    found = [*_entries(folder, kind)]
+    sound = [(size, last) for path, size, last in found if path.suffix != DAMAGED]
+    last_used = max((last for _, last in sound), default=None)
+    return KindStatus(len(sound), sum(size for size, _ in sound), len(found) - len(sound), last_used)
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,9 @@ class Cleaned:
 def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = False) -> Cleaned:
     """Put a cache in order.
 
-    Removes what killed runs left, shards that cannot be read, files of the former layout,
-    with `verify` each entry whose checksum differs, then the least recently used shards
-    above `limit` bytes. What a living run uses stays. Packs small shards. Files that this
-    program did not make stay too. Raises UsageError for a folder that is no cache.
+    Removes what killed runs left, files of earlier versions, entries that were found damaged, with `verify` each entry
+    whose digest differs, then the least recently used entries above `limit` bytes. What a living run uses stays, and
+    so do files that this program did not make. Raises UsageError for a folder that is no cache.
     """
     if not folder.is_dir():
         return Cleaned(0, 0, 0, limit)
@@ -169,48 +168,44 @@ def cache_clean(folder: Path, limit: int = DEFAULT_LIMIT, *, verify: bool = Fals
             return Cleaned(0, 0, 0, limit)
         fix = "Name one that was filled by lora-trainer, or none for the user's own; nothing was removed."
         raise UsageError(Problem("not_a_cache", f"{folder} is no cache of lora-trainer.", fix))
-    removed, damaged = 0, 0
-    before = _bytes_in(folder)
-    with upkeep(folder):
-        forget_dead(folder)
+    removed, before = 0, _bytes_in(folder)
+    with one_at_a_time(folder / PRUNING):
+        forget_ended(folder)
         since = oldest_user(folder)
-        leavings = [*_abandoned(folder), *_former(folder)]
         for blob, _, last in list(_unpacked(folder)):
             if since is None or last < since - CLOCK_STEP:
                 removed += remove_unpacked(blob) > 0
         for listing in old_listings(folder, time.time() if since is None else since):
             removed += _unlinked(listing) + _unlinked(listing.with_suffix(ENDING)) > 0
-        places = folder / UNPACKED
-        leavings += [path for path in named(places, IMAGES_INDEX) if not path.with_suffix(".images").exists()]
-        for kind in KINDS:
-            leavings += [folder / kind / name for name in Shelf(folder, kind).damaged]
-            leavings += _stray_marks(folder / kind)
-        removed += sum(_unlinked(path) for path in leavings)
-        for kind in KINDS:
-            damaged += _without_damage(folder, kind, verify=verify)
-    for emptied in (*(path for kind in KINDS for path in _former_folders(folder / kind)), folder / "index"):
-        with contextlib.suppress(OSError):
-            emptied.rmdir()
-    for kind in KINDS:
-        pack(folder, kind, [shard.path for shard in Shelf(folder, kind).shards()])
+        leavings = [*_abandoned(folder), *former_files(folder)]
+        beside = named(folder / UNPACKED, BESIDE_IMAGES)
+        leavings += [path for path in beside if not path.with_suffix(".images").exists()]
+        if verify:
+            _put_damaged_aside(folder)
+        damaged = [path for kind in KINDS for path, _, _ in _entries(folder, kind) if path.suffix == DAMAGED]
+        removed += sum(map(_unlinked, (*leavings, *damaged)))
+    with contextlib.suppress(OSError):
+        (folder / "building").rmdir()
     if remembered_bytes(folder):
         with remembered(folder) as store:
             store.prune()
     kept = keep_limit(folder, limit)
     after = _bytes_in(folder)
-    return Cleaned(removed + kept.removed, before - after, kept.left_bytes, limit, damaged, kept.needed)
+    return Cleaned(removed + kept.removed, before - after, kept.left_bytes, limit, len(damaged), kept.needed)
 
 
 def keep_limit(folder: Path, limit: int) -> Cleaned:
-    """Remove the least recently used shards, unpacked images and sets of class images above `limit` bytes, but none that a living run uses."""
+    """Remove the least recently used entries, unpacked images and sets of class images above `limit` bytes, but none that a living run uses."""
     removed = removed_bytes = 0
-    with upkeep(folder):
-        forget_dead(folder)
+    with one_at_a_time(folder / PRUNING):
+        forget_ended(folder)
         since = oldest_user(folder)
-        shards = sorted([*_shards(folder), *_unpacked(folder), *list_sets(folder)], key=lambda entry: entry[2])
-        left = sum(size for _, size, _ in shards)
-        used = sum(size for _, size, last in shards if since is not None and last >= since - CLOCK_STEP)
-        for path, _, last in shards:
+        entries = (entry for kind in KINDS for entry in _entries(folder, kind))
+        found = [*entries, *_former(folder), *_unpacked(folder), *list_sets(folder)]
+        found.sort(key=lambda entry: entry[2])
+        left = sum(size for _, size, _ in found)
+        used = sum(size for _, size, last in found if since is not None and last >= since - CLOCK_STEP)
+        for path, _, last in found:
             if left <= limit or (since is not None and last >= since - CLOCK_STEP):
                 break
             if size := _remove(path):
@@ -222,55 +217,39 @@ def _remove(path: Path) -> int:
     """Remove what the limit counts as one; the bytes that were freed."""
     if path.parent.name == SETS:
         return remove_set(path)
-    return remove_unpacked(path) if IMAGES.fullmatch(path.name) else remove(path)
+    if IMAGES.fullmatch(path.name):
+        return remove_unpacked(path)
+    with contextlib.suppress(OSError):
+        size = path.stat().st_size
+        path.unlink()
+        return size
+    return 0
 
 
-def _shards(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """(path, bytes, time of last use) of each shard; those that vanish meanwhile are passed over."""
-    for kind in KINDS:
-        for path in named(folder / kind, SHARD):
-            with contextlib.suppress(OSError):
-                if is_foreign(path):
-                    continue
-                facts = path.stat()
-                yield path, facts.st_size, facts.st_mtime
+def _entries(folder: Path, kind: str) -> Iterator[tuple[Path, int, float]]:
+    """(path, bytes, time of last use) of each entry, damaged ones too; those that vanish meanwhile are passed over."""
+    for place in entry_folders(folder, kind):
+        with contextlib.suppress(OSError), os.scandir(place) as files:
+            for file in files:
+                if ENTRY.fullmatch(file.name):
+                    with contextlib.suppress(OSError):
+                        facts = file.stat(follow_symlinks=False)
+                        yield place / file.name, facts.st_size, facts.st_mtime
 
 
-def _without_damage(folder: Path, kind: str, *, verify: bool) -> int:
-    """Rewrite shards without their damaged rows; how many rows. Known ones only, unless all are read."""
-    found = 0
-    for shard in Shelf(folder, kind).shards():
-        marks = list(shard.path.parent.glob(shard.path.stem + MARK + "*"))
-        if not marks and not verify:
-            continue
+def _former(folder: Path) -> Iterator[tuple[Path, int, float]]:
+    for path in former_files(folder):
         with contextlib.suppress(OSError):
-            lost = shard.count - len(shard.sound_rows())
-            if lost:
-                found += lost
-                path, layout = shard.path, shard.layout
-                del shard
-                rewrite(folder / kind, layout, [path])
-            else:
-                sum(_unlinked(mark) for mark in marks)  # a read error that did not repeat
-    return found
+            facts = path.stat()
+            yield path, facts.st_size, facts.st_mtime
 
 
-def _stray_marks(folder: Path) -> list[Path]:
-    return [
-        mark for mark in named(folder, DAMAGE) if not (folder / (mark.name.split(MARK)[0] + ".safetensors")).exists()
-    ]
-
-
-def _former(folder: Path) -> Iterator[Path]:
-    """Files of the layout that had one file for each entry."""
+def _put_damaged_aside(folder: Path) -> None:
+    """Read every entry; those that are damaged count as such from then on."""
     for kind in KINDS:
-        for place in _former_folders(folder / kind):
-            yield from named(place, FORMER)
-    yield from named(folder / "index", FORMER_INDEX)
-
-
-def _former_folders(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("??") if FORMER_FOLDER.fullmatch(path.name) and path.is_dir()]
+        for path, _, _ in _entries(folder, kind):
+            if path.suffix != DAMAGED:
+                is_sound(folder, kind, path.stem)
 
 
 def _unpacked(folder: Path) -> Iterator[tuple[Path, int, float]]:
@@ -283,8 +262,9 @@ def _unpacked(folder: Path) -> Iterator[tuple[Path, int, float]]:
 def _abandoned(folder: Path) -> list[Path]:
     """Half-written files: all when nobody is at work, else those that are old."""
     idle = oldest_user(folder) is None
+    places = [place for kind in KINDS for place in entry_folders(folder, kind)]
+    parts = [part for place in (*places, folder / UNPACKED) for part in named(place, PART)]
     found = []
-    parts = [part for place in (*KINDS, UNPACKED) for part in named(folder / place, PART)]
     for part in [*parts, *half_written(folder)]:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - part.stat().st_mtime > (CLOCK_STEP if idle else ABANDONED_AFTER):
@@ -303,7 +283,7 @@ def _unlinked(path: Path) -> int:
 def _bytes_in(folder: Path) -> int:
     """Bytes of what this keeps in order: a cache folder may hold other things too."""
     places: Iterable[Path] = (
-        path for place in (*KINDS, "index", UNPACKED, REMOTE, SETS) for path in (folder / place).rglob("*")
+        path for place in (*KINDS, UNPACKED, REMOTE, SETS) for path in (folder / place).rglob("*")
     )
     total = remembered_bytes(folder)
     for path in places:
