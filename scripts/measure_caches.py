@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.data.caches.cache import CachePlan, plan_latents
-from lora_trainer.data.caches.entries import Store
+from lora_trainer.data.caches.entries import Store, mark_used
 from lora_trainer.data.caches.filling import Work, build_missing
 from lora_trainer.data.caches.pruning import cache_status
 from lora_trainer.data.sample import Sample
@@ -96,7 +96,13 @@ def main() -> None:
     report_cost("the first entry", lambda: store.read(again.keys[-1]))
     draw = random.Random(0)
     drawn = [draw.randrange(len(again.keys)) for _ in range(READS)]
-    report_cost(f"{READS} entries at random", lambda: [store.read(again.keys[place]) for place in drawn] and None)
+
+    def read_at_random() -> None:
+        for place in drawn:
+            store.read(again.keys[place])
+
+    report_cost(f"{READS} entries at random", read_at_random)
+    report_cost("marking all as used", lambda: mark_used(arguments.folder, "latents", again.keys))
     print("\n".join(cache_status(arguments.folder).lines))
 
 

@@ -40,10 +40,11 @@ def atomic_path(target: Path, *, flush: bool = True) -> Iterator[Path]:
             flush_file(temporary)
         os.chmod(temporary, 0o666 & ~_umask())
         rename_over(temporary, target)
-        if flush:
-            flush_folder(target.parent)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+    if flush:
+        flush_folder(target.parent)
 
 
 def create_exclusively(target: Path, text: str) -> bool:

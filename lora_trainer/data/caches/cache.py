@@ -55,9 +55,9 @@ REASONS = {
 }
 PLURALS = dict(REASONS.values())
 
-# Entries of fewer bytes than this are read and checked when they are planned, which takes half a second.
-# Of more, damage shows when an entry is read; `cache prune --verify` looks for it.
-CHECKED_AT_START = 2**28
+# Entries of fewer bytes than this are read and checked when they are planned, which takes half a second; opening a file
+# takes as long as reading some bytes. Of more, damage shows when an entry is read; `cache prune --verify` looks for it.
+CHECKED_AT_START, TO_OPEN = 2**28, 2**15
 
 Item = TypeVar("Item")
 Caption = str | WeightedText  # weighted where some words weigh more or less than others
@@ -272,7 +272,8 @@ def _plan(
     keys = tuple(_key(describe(index)[1]) for index in range(len(items)))
     first = {key: index for index, key in reversed(list(enumerate(keys)))}
     sizes = entry_sizes(folder, kind, first)
-    checked = sizes if sum(sizes.values()) <= CHECKED_AT_START else {}
+    to_read = sum(sizes.values()) + TO_OPEN * len(sizes)
+    checked = sizes if to_read <= CHECKED_AT_START else {}
     damaged = {key for key in checked if not is_sound(folder, kind, key)}
     missing = sorted(index for key, index in first.items() if key not in sizes or key in damaged)
     named = dict.fromkeys(describe(index)[0] for index in missing)
