@@ -146,7 +146,8 @@ class Cleaned:
         removed = f"{_files(self.removed)} removed ({size_words(self.removed_bytes)})"
         lines = [f"{removed}, {size_words(self.left_bytes)} left"]
         if self.damaged:
-            lines.append(f"{self.damaged} damaged entries removed; the next run builds them anew")
+            damaged = counted(self.damaged, "damaged entry", "damaged entries")
+            lines.append(f"{damaged} removed, to be built again by the next run")
         if self.needed is not None:
             lines.append(
                 f"{size_words(self.needed)} are in use, above the limit of {size_words(self.limit)}: they are kept"
