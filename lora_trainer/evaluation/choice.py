@@ -17,7 +17,7 @@ kept.
 
 **Rounds.** Each round samples as many prompts as a lite verdict, up to four times: first with every candidate, then with the better half
 of those that are neither surely better or worse nor hardly worth choosing (successive halving). The base's half is measured once for
-all (`data/caches/base_half.py`).
+all (`data/caches/base_features.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lora_trainer.data.caches.base_half import BaseHalf, digest_of
+from lora_trainer.data.caches.base_features import BaseFeatures, digest_of
 from lora_trainer.evaluation.features import image_features
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
 from lora_trainer.evaluation.prediction import Passes, in_batches, rows_at_once
@@ -120,7 +120,7 @@ class Studio:
     dtype: torch.dtype
     passes: Passes
     encoder: DescribeLatents | None = None
-    kept: BaseHalf | None = None
+    kept: BaseFeatures | None = None
 
     def describe(self, images: Sequence[tuple[Tensor, Tensor]]) -> Blocks:
         """Features of images, each its latents [C, h, w] and sizes [6]."""

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.hardware import free_memory
-from lora_trainer.data.caches.base_half import BaseHalf, digest_of
+from lora_trainer.data.caches.base_features import BaseFeatures, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, Visit, base_visits, drift
 from lora_trainer.evaluation.encode import EncodeTexts, read_each, text_reader, with_seen
@@ -256,7 +256,7 @@ def open_lora(
         encoder,
     )
     if gate.cache is not None:
-        studio = replace(studio, kept=BaseHalf(gate.cache, model_key(studio, base, family, gate.encoder)))
+        studio = replace(studio, kept=BaseFeatures(gate.cache, model_key(studio, base, family, gate.encoder)))
     return OpenLora(studio, pipeline, weights, norms, sizes_on_base, images, texts)
 
 

@@ -42,7 +42,7 @@ def digest_of(*parts: Part) -> str:
 
 
 @dataclass(frozen=True)
-class BaseHalf:
+class BaseFeatures:
     """The entries of one base model in a cache folder. `model` names everything that all of them depend on."""
 
     folder: Path
