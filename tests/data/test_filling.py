@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import multiprocessing
@@ -258,6 +259,46 @@ def test_marking_waits_for_who_removes(tmp_path: Path) -> None:
         path.unlink()
     marking.join(300)
     assert found == [set()]
+
+
+@forked
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    def hold() -> None:
+        with one_at_a_time(tmp_path / "lock"):
+            (tmp_path / "ready").touch()
+            time.sleep(1000)
+
+    holder = fork(hold)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    waits = threading.Event()
+
+    def take() -> None:
+        with one_at_a_time(tmp_path / "lock", waits.set):
+            pass
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    assert waits.wait(300)
+    assert taking.is_alive()
+    os.kill(holder.pid or 0, signal.SIGKILL)
+    holder.join(300)
+    taking.join(300)
+    assert not taking.is_alive()
+    assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("refused", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError()])
+def test_on_a_disk_without_locks_nobody_waits(
+    tmp_path: Path, refused: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acquire(*_: object, **__: object) -> None:
+        raise refused
+
+    monkeypatch.setattr(sharing.FileLock, "acquire", acquire)
+    with one_at_a_time(tmp_path / "lock"), one_at_a_time(tmp_path / "lock"):
+        assert build_missing(work_of(tmp_path, 5)) == 5
+        assert keep_limit(tmp_path, 0).removed == 5
 
 
 @forked

@@ -92,9 +92,10 @@ def test_a_disk_too_small(ground: Ground, expected_uncached: Expected, disk: Pat
 
 @pytest.mark.slow
 def test_disk_space_is_freed_while_a_run_waits(ground: Ground, expected: Expected, tell: Callable[[Row], None]) -> None:
-    """The run pauses with a message and continues by itself."""
+    """The run pauses with a message and continues by itself. Before it has its folder it is refused instead."""
     row, waited = Row("the disk is full, then has room while the run waits", "each 25th"), 0
-    for at in places(expected, Mode.FULL)[::25]:
+    has_folder = next(at for at, operation in enumerate(expected.operations) if "run.json" in operation)
+    for at in [at for at in places(expected, Mode.FULL) if at >= has_folder][::25]:
         place = ground.new_place()
         ended = ground.run(place, at=at, mode=Mode.FULL, number=3, checkpoint__wait_minutes=1)
         problems = [] if ended.exit == 0 else [f"ended with {ended.exit}: {last_line(ended)}"]

@@ -50,7 +50,7 @@ def read_entry(folder: Path, kind: str, key: str) -> dict[str, Tensor]:
         return read_sealed(path, key, needs_digest=True)
     except DamagedFile:
         with contextlib.suppress(OSError):
-            path.rename(path.with_suffix(DAMAGED))
+            path.replace(path.with_suffix(DAMAGED))
         raise
 
 
