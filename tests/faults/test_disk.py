@@ -45,7 +45,6 @@ def try_all(ground: Ground, expected: Expected, mode: Mode, chosen: list[int], *
         more = {"codes": CODES[mode]} if mode in CODES else {}
         number = signal.SIGTERM if mode == Mode.SIGNAL else 0
         row.add(try_at(ground, expected, at, mode, number=number, cached=cached, **more))
-    row.notes = "" if row.same == row.tries else "else equal to rounding: a batch of entries was written in part"
     return row
 
 

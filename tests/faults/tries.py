@@ -102,8 +102,7 @@ def try_at(
 ) -> Tried:
     """Disturb a run at one operation, check its files, resume, and compare.
 
-    Before the first image file both are brief: the gate touches no disk. Where a batch of cache entries was written in part,
-    the rest is encoded without it, so its last bits may differ.
+    Before the first image file both are brief: the gate touches no disk.
     """
     images = (index for index, operation in enumerate(expected.operations) if "/samples" in operation)
     brief = at < next(images, len(expected.operations))
@@ -111,10 +110,8 @@ def try_at(
     ended = ground.run(place, at=at, mode=mode, number=number, brief=brief)
     named = expected.operations[at] if at < len(expected.operations) else "the end"
     problems = [*wrong_end(ended, mode, tuple(codes)), *torn(place, expected)]
-    in_batch = not cached and any(f"/cache/{kind}/" in named for kind in KINDS)
-    lost, more = resumed(ground, place, expected, ended, brief=brief, to_rounding=in_batch)
-    same = not in_batch or not differences(run_folder(place), expected)
-    tried = Tried(f"{place.name} {mode.name} {at} ({named})", lost, problems + more, same)
+    lost, more = resumed(ground, place, expected, ended, brief=brief)
+    tried = Tried(f"{place.name} {mode.name} {at} ({named})", lost, problems + more)
     if not tried.problems:
         shutil.rmtree(place)
     return tried
@@ -180,10 +177,8 @@ def damaged_caches(folder: Path) -> list[str]:
     return problems
 
 
-def resumed(
-    ground: Ground, place: Path, expected: Expected, ended: Ended, *, brief: bool, to_rounding: bool = False
-) -> tuple[int, list[str]]:
-    """Resume: the steps that were trained again, and the differences from the undisturbed run, or those above rounding."""
+def resumed(ground: Ground, place: Path, expected: Expected, ended: Ended, *, brief: bool) -> tuple[int, list[str]]:
+    """Resume: the steps that were trained again, and the differences from the undisturbed run."""
     folder = run_folder(place)
     there = list_checkpoints(folder / "checkpoints")
     newest = step_of(there[0]) if there else 0
@@ -191,7 +186,7 @@ def resumed(
     if again.exit != 0:
         return 0, [f"--resume ended with {again.exit or again.signal}: {last_line(again)}"]
     lost = ended.steps + again.steps - STEPS
-    problems = nearly(folder, expected) if to_rounding else differences(folder, expected)
+    problems = differences(folder, expected)
     if again.steps != STEPS - newest:
         problems.append(f"{again.steps} steps were trained from checkpoint {newest} on")
     return lost, problems + left_over(folder)

@@ -28,6 +28,7 @@ from lora_trainer.data.caches.entries import mark_used, write_entries
 from lora_trainer.data.caches.files import entry_path
 
 MOST_WORKERS = 8
+MOST_AGAIN = 64  # entries that are there and are encoded again for the sake of those beside them
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 
 Prepared = TypeVar("Prepared")
@@ -83,25 +84,38 @@ def build_missing(work: Work[Prepared], progress: Progress | None = None) -> int
     built = 0
     with closing(_prepared_ahead(work, own_batches(work, missing))) as batches:
         for places, prepared in batches:
-            _write(work, places, work.encode(places, prepared))
-            missing -= {work.keys[place] for place in places}
-            built += len(places)
+            tensors = work.encode(places, prepared)
+            rows = [row for row, place in enumerate(places) if work.keys[place] in missing]
+            new = [places[row] for row in rows]
+            _write(work, new, {name: tensor[rows] for name, tensor in tensors.items()})
+            missing -= {work.keys[place] for place in new}
+            built += len(new)
             show(built, built + len(missing))
     _wait_for_others(work, missing, built, show)
     return built
 
 
 def own_batches(work: Work[Prepared], missing: set[str]) -> list[list[int]]:
-    """What this process builds.
+    """What this process encodes, by the entries' places.
 
-    All processes divide the whole list, with what is there: so it does not matter when each looked what is missing.
+    All processes divide the whole list, with what is there: so it does not matter when each looked what is missing. A
+    batch that is there in part, after a kill or damage, is encoded whole, because the last bits of an entry depend on
+    those beside it. Where that would be too much work (images were added all over the list), only what is missing is.
     """
     first = {key: place for place, key in reversed(list(enumerate(work.keys)))}
     own = sorted(first.values())[work.share.index :: work.share.count]
+    lacking = [batch for batch in _in_batches(work, own) if any(work.keys[place] in missing for place in batch)]
+    again = sum(work.keys[place] not in missing for batch in lacking for place in batch)
+    if again <= MOST_AGAIN:
+        return lacking
+    return _in_batches(work, [place for place in own if work.keys[place] in missing])
+
+
+def _in_batches(work: Work[Prepared], places: Sequence[int]) -> list[list[int]]:
+    """Places that may be encoded together, as many as a batch holds."""
     groups: dict[object, list[int]] = defaultdict(list)
-    for place in own:
-        if work.keys[place] in missing:
-            groups[work.group(place)].append(place)
+    for place in places:
+        groups[work.group(place)].append(place)
     return [
         group[start : start + work.batch] for group in groups.values() for start in range(0, len(group), work.batch)
     ]
