@@ -9,7 +9,8 @@ from lora_trainer.batch.job_document import settings_of
 from lora_trainer.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from lora_trainer.batch.job_store import JobStore, QueuedJob
+    from lora_trainer.batch.job_state import QueuedJob
+    from lora_trainer.batch.job_store import JobStore
     from lora_trainer.config.schema import Config
 
 OF_THE_BASE = ("model", "memory", "hardware", "compile")  # sections of the settings that these jobs must share

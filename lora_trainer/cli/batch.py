@@ -234,12 +234,12 @@ def show_status(output: Path, *, as_json: bool) -> int:
     """Print the jobs of the batch in this folder, as they are now. Raises UsageError where there is none."""
     from rich.console import Console
 
-    from lora_trainer.batch.job_store import ROOT
+    from lora_trainer.batch.job_state import ROOT
+    from lora_trainer.batch.job_store import open_batch
     from lora_trainer.batch.live_table import table
-    from lora_trainer.batch.stores import store_of
     from lora_trainer.batch.summary import summary
 
-    store = store_of(output)
+    store = open_batch(output)
     jobs = store.read_jobs()
     if as_json:
         print(json.dumps(summary(jobs, output, store.read_note(ROOT)), indent=2, ensure_ascii=False))

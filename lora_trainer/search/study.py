@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 
 from lora_trainer.batch.folders import Shared, shared_from_json
-from lora_trainer.batch.job_store import MOST_DEATHS, is_dead, this_process
+from lora_trainer.batch.job_state import MOST_DEATHS, is_dead, this_process
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.imports import why_unusable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lora_trainer.batch.job_store import QueuedJob
+from lora_trainer.batch.job_state import QueuedJob
 from lora_trainer.batch.live_table import fitting, line, short, table
 
 JOBS = [

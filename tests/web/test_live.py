@@ -107,7 +107,7 @@ def test_after_a_look_that_failed_pages_ask_for_all_again(
         raise PermissionError("the queue cannot be read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(live, "stamp_of_queue", fail)
+        patched.setattr(state.queue, "jobs", fail)
         assert [watcher.looked(), watcher.looked()] == [[], []]
     assert capsys.readouterr().err.count("PermissionError: the queue cannot be read") == 1
     assert without_machine(watcher.looked()) == [{"reconnected": True}]
@@ -133,7 +133,7 @@ def test_listeners_get_messages_and_slow_ones_are_let_go(
     monkeypatch.setattr(live, "EVERY_SECONDS", 0.001)
     monkeypatch.setattr(live, "MOST_WAITING", 4)
     monkeypatch.setattr(live, "MACHINE_SECONDS", 0.0)  # a message at each look
-    watcher = Watcher(tmp_path, state.run_rows, state.children, state.machine, state.tasks)
+    watcher = Watcher(state.run_rows, state.queue, state.machine, state.tasks)
 
     async def listen() -> tuple[str, str, int]:
         reading, sleeping = watcher.listen(), watcher.listen()

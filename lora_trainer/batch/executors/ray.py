@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lora_trainer.batch.executors import ExecutorOptions
-    from lora_trainer.batch.job_store import JobStore, QueuedJob
+    from lora_trainer.batch.job_state import QueuedJob
+    from lora_trainer.batch.job_store import JobStore
     from lora_trainer.config.layers import Resolved
 
 IS_SHARED, CONTINUES = True, False

@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.job_store import SILENT_SECONDS, JobStore, QueuedJob
+from lora_trainer.batch.job_state import SILENT_SECONDS, QueuedJob
+from lora_trainer.batch.job_store import JobStore, open_batch
 from lora_trainer.core.errors import SIGNALED, Problem, TrainingFailed, UsageError, UserError
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import listening
@@ -175,7 +176,6 @@ def work_on_node(output: str, name: str) -> None:
     back. A job whose process died with its node has its holder until that was silent for long enough.
     """
     from lora_trainer.batch.batch import run_worker
-    from lora_trainer.batch.stores import store_of
 
     def look() -> QueuedJob | None:
         store.give_back_lost()
@@ -183,7 +183,7 @@ def work_on_node(output: str, name: str) -> None:
 
     with listening():
         try:
-            store = store_of(Path(output))
+            store = open_batch(Path(output))
             ends = time.monotonic() + SILENT_SECONDS + LOOK_EVERY_SECONDS
             while (job := look()) is not None and job.status == "running" and time.monotonic() < ends:
                 time.sleep(LOOK_EVERY_SECONDS)
