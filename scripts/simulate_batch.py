@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from lora_trainer.batch import job_store
-from lora_trainer.batch.job_state import SEVERAL_MACHINES, SILENT_SECONDS, Ending, NewJob, QueuedJob
-from lora_trainer.batch.job_store import JobStore
+from lora_trainer.jobs import job_store
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, SILENT_SECONDS, Ending, NewJob, QueuedJob
+from lora_trainer.jobs.job_store import JobStore
 
 MINUTE = 60.0
 CHECKPOINT_SECONDS = 5 * MINUTE

@@ -17,9 +17,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from lora_trainer.batch.job_state import QueuedJob
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import finite
+from lora_trainer.jobs.job_state import QueuedJob
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION
 from lora_trainer.web.children import Child
 from lora_trainer.web.machine_now import Machine

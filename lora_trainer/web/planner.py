@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.batch.folders import job_settings, shared_from_json
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, valid_settings
 from lora_trainer.core.errors import Problem, UserError, gathering
 from lora_trainer.core.io import finite
 from lora_trainer.core.json_process import JsonProcess, open_streams, send
+from lora_trainer.jobs.folders import job_settings, shared_from_json
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.folder import claim
 from lora_trainer.run.inputs import list_data, read_model

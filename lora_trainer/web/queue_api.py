@@ -11,9 +11,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from lora_trainer.batch.changes import cancel_jobs, named_jobs, retry_jobs
-from lora_trainer.batch.folders import Shared, read_configs, read_root
-from lora_trainer.batch.job_state import (
+from lora_trainer.config.layers import Layer
+from lora_trainer.config.schema import Config
+from lora_trainer.core.errors import Problem
+from lora_trainer.core.hardware import available_cpus
+from lora_trainer.jobs.changes import cancel_jobs, named_jobs, retry_jobs
+from lora_trainer.jobs.folders import Shared, read_configs, read_root
+from lora_trainer.jobs.job_state import (
     EXECUTOR,
     RETRIES,
     ROOT,
@@ -23,12 +27,8 @@ from lora_trainer.batch.job_state import (
     WAIT_MINUTES,
     NewJob,
 )
-from lora_trainer.batch.job_store import JobStore, holds_batch, open_batch
-from lora_trainer.batch.summary import write_summary
-from lora_trainer.config.layers import Layer
-from lora_trainer.config.schema import Config
-from lora_trainer.core.errors import Problem
-from lora_trainer.core.hardware import available_cpus
+from lora_trainer.jobs.job_store import JobStore, holds_batch, open_batch
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.console import Console
 from lora_trainer.web.asked_settings import AskedSettings, Text, layers_of, user_presets
 from lora_trainer.web.safety import JSON, Refusal, allowed

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.job_state import ROOT, TOGETHER, QueuedJob
-from lora_trainer.batch.job_store import JobStore, holds_batch
-from lora_trainer.batch.summary import summary
+from lora_trainer.jobs.job_state import ROOT, TOGETHER, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, holds_batch
+from lora_trainer.jobs.summary import summary
 from lora_trainer.web.run_list import id_of
 
 if TYPE_CHECKING:

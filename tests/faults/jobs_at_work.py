@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_trainer.batch.job_state import Ending, NewJob, QueuedJob
-from lora_trainer.batch.job_store import JobStore, holds_batch
-from lora_trainer.batch.summary import write_summary
+from lora_trainer.jobs.job_state import Ending, NewJob, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, holds_batch
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.progress import Progress
 from tests.faults.disk import Mode, Page, loaded_page
 

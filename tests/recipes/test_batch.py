@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.batch import job_document, job_state, job_store, worker
-from lora_trainer.batch.job_state import Ending, NewJob
-from lora_trainer.batch.job_store import JobStore, open_batch
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core import hardware
 from lora_trainer.core.interrupt import signalled
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs import job_document, job_state, job_store, worker
+from lora_trainer.jobs.job_state import Ending, NewJob
+from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run.train import RunResult

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch.job_store import JobStore
+from lora_trainer.jobs.job_store import JobStore
 from tests.recipes.recipe import exported, rows
 from tests.recipes.test_batch import Night, make_root
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch.executors import slurm
-from lora_trainer.batch.job_store import open_batch
 from lora_trainer.cli.main import main
+from lora_trainer.jobs.executors import slurm
+from lora_trainer.jobs.job_store import open_batch
 from tests.recipes.recipe import Bench, draw_images
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="SLURM is for POSIX")

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_trainer.batch import worker
-from lora_trainer.batch.job_store import JobStore
 from lora_trainer.core.interrupt import signalled
 from lora_trainer.core.io import read_json
+from lora_trainer.jobs import worker
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.run.requesting import send_request
 from lora_trainer.training import feed, run_group
 from lora_trainer.training.metrics import Metrics

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch import job_state, job_store, live_table, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs import job_state, job_store, live_table, worker
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.run.order import Order
 from lora_trainer.run.train import RunResult

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from lora_trainer.batch.folders import Shared
-from lora_trainer.batch.job_state import this_process
+from lora_trainer.jobs.folders import Shared
+from lora_trainer.jobs.job_state import this_process
 from lora_trainer.search import study as studies
 from lora_trainer.search.space import Parameter
 from lora_trainer.search.study import (

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from lora_trainer.batch.job_document import settings_of
-from lora_trainer.batch.job_state import SEVERAL_MACHINES, Ending
-from lora_trainer.batch.job_store import JobStore
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs.job_document import settings_of
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, Ending
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.web.children import Child
 from lora_trainer.web.run_list import process_start
 from lora_trainer.web.server_state import ServerState

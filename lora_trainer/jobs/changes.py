@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.executors import executor
-from lora_trainer.batch.job_state import EXECUTOR, QueuedJob
-from lora_trainer.batch.job_store import JobStore, open_batch
-from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, nearest
+from lora_trainer.jobs.executors import executor
+from lora_trainer.jobs.job_state import EXECUTOR, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, open_batch
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.report.record import read_record
 from lora_trainer.run.lost_files import lost_loras
 

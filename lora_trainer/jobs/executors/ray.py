@@ -22,24 +22,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.data_pack import DataPack, copied, files_of, pack
-from lora_trainer.batch.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
-from lora_trainer.batch.job_document import settings_of
 from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, gathering, nearest
 from lora_trainer.core.findings import counted
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import code_of_signal
 from lora_trainer.core.version import __version__
 from lora_trainer.data.moved import data_below
+from lora_trainer.jobs.data_pack import DataPack, copied, files_of, pack
+from lora_trainer.jobs.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
+from lora_trainer.jobs.job_document import settings_of
 from lora_trainer.run.order import plain_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lora_trainer.batch.executors import ExecutorOptions
-    from lora_trainer.batch.job_state import QueuedJob
-    from lora_trainer.batch.job_store import JobStore
     from lora_trainer.config.layers import Resolved
+    from lora_trainer.jobs.executors import ExecutorOptions
+    from lora_trainer.jobs.job_state import QueuedJob
+    from lora_trainer.jobs.job_store import JobStore
 
 IS_SHARED, CONTINUES = True, False
 OPTIONS = {"address": "auto", "gpus": "auto", "cpus": "1", "data": "path", "store_gib": "8", "scratch": ""}
@@ -418,7 +418,7 @@ def work_on_node(order: TaskOrder) -> TaskEnd:
     """A task: train this job of the batch, once."""
     import ray
 
-    from lora_trainer.batch.batch import run_worker
+    from lora_trainer.jobs.batch import run_worker
 
     def adapt(settings: Resolved, console: Console) -> Resolved:
         now, own = limited(settings, order.share.limit_gib), settings.config.memory.limit_gib

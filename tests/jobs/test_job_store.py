@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.batch import job_state, job_store
-from lora_trainer.batch.job_state import Ending, NewJob, QueuedJob
-from lora_trainer.batch.job_store import JobStore
 from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs import job_state, job_store
+from lora_trainer.jobs.job_state import Ending, NewJob, QueuedJob
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.monitor.progress import Progress
 from tests.recipes.recipe import patched
 
@@ -106,7 +106,7 @@ def test_concurrent_claims_never_take_the_same_job(new_store):
 def test_the_claim_of_a_dead_process_is_released(new_store, checkout):
     store = new_store("one", "two")
     program = (
-        "import sys, pathlib; from lora_trainer.batch.job_store import open_batch; "
+        "import sys, pathlib; from lora_trainer.jobs.job_store import open_batch; "
         "print(open_batch(pathlib.Path(sys.argv[1])).claim().name)"
     )
     dead = subprocess.run(

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.changes import is_open, named_jobs
-from lora_trainer.batch.executors import ExecutorOptions, executor
-from lora_trainer.batch.executors.local import kept_families
-from lora_trainer.batch.folders import Shared, job_settings, read_configs, read_root
-from lora_trainer.batch.job_document import make_job, read_settings, with_hashes
-from lora_trainer.batch.job_state import (
+from lora_trainer.core.disk import Patience, patient
+from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
+from lora_trainer.core.findings import counted
+from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
+from lora_trainer.core.interrupt import listening
+from lora_trainer.jobs.changes import is_open, named_jobs
+from lora_trainer.jobs.executors import ExecutorOptions, executor
+from lora_trainer.jobs.executors.local import kept_families
+from lora_trainer.jobs.folders import Shared, job_settings, read_configs, read_root
+from lora_trainer.jobs.job_document import make_job, read_settings, with_hashes
+from lora_trainer.jobs.job_state import (
     EXECUTOR,
     RETRIES,
     ROOT,
@@ -23,17 +28,12 @@ from lora_trainer.batch.job_state import (
     NewJob,
     QueuedJob,
 )
-from lora_trainer.batch.job_store import FOLDER, JobStore, holds_batch, open_batch, unless_refused
-from lora_trainer.batch.joint_jobs import settings_against
-from lora_trainer.batch.live_table import counts, watching
-from lora_trainer.batch.summary import FILE as SUMMARY
-from lora_trainer.batch.summary import job_failures, largest_code, write_summary
-from lora_trainer.batch.worker import SAFE, Adapt, work
-from lora_trainer.core.disk import Patience, patient
-from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
-from lora_trainer.core.findings import counted
-from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
-from lora_trainer.core.interrupt import listening
+from lora_trainer.jobs.job_store import FOLDER, JobStore, holds_batch, open_batch, unless_refused
+from lora_trainer.jobs.joint_jobs import settings_against
+from lora_trainer.jobs.live_table import counts, watching
+from lora_trainer.jobs.summary import FILE as SUMMARY
+from lora_trainer.jobs.summary import job_failures, largest_code, write_summary
+from lora_trainer.jobs.worker import SAFE, Adapt, work
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import ENDED, failure_lines
 from lora_trainer.run.bases.encoder import find_encoder

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.batch import job_state, job_store, worker
-from lora_trainer.batch.job_state import SEVERAL_MACHINES, Ending, NewJob
-from lora_trainer.batch.job_store import JobStore
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.version import __version__
+from lora_trainer.jobs import job_state, job_store, worker
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, Ending, NewJob
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.monitor.progress import Progress
-from tests.batch.childs_work import claim_and_hang, take_all
+from tests.jobs.childs_work import claim_and_hang, take_all
 from tests.recipes.recipe import contents
 
 ELSEWHERE = json.dumps(["elsewhere", 1, 1.0, "another start"])

@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
-from lora_trainer.batch.job_state import SEVERAL_MACHINES, SHARED, NewJob, QueuedJob
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError, gathering
 from lora_trainer.core.version import __version__
+from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, SHARED, NewJob, QueuedJob
 from lora_trainer.run.inputs import list_data, read_model, with_absolute_paths
 
 if TYPE_CHECKING:
-    from lora_trainer.batch.job_store import JobStore
+    from lora_trainer.jobs.job_store import JobStore
 
 
 def make_job(shared: Shared, name: str, data: Path) -> NewJob:

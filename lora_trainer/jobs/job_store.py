@@ -30,7 +30,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
-from lora_trainer.batch.job_state import (
+from lora_trainer.core.disk import refusal, write_with_retry
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.io import (
+    create_exclusively,
+    finite,
+    flush_folder,
+    json_document,
+    read_json,
+    rename_over,
+    write_json,
+    write_text,
+)
+from lora_trainer.core.version import __version__
+from lora_trainer.jobs.job_state import (
     RETRIES,
     SEVERAL_MACHINES,
     Claim,
@@ -46,19 +59,6 @@ from lora_trainer.batch.job_state import (
     state_after,
     this_process,
 )
-from lora_trainer.core.disk import refusal, write_with_retry
-from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.io import (
-    create_exclusively,
-    finite,
-    flush_folder,
-    json_document,
-    read_json,
-    rename_over,
-    write_json,
-    write_text,
-)
-from lora_trainer.core.version import __version__
 from lora_trainer.report.record import FILE as RECORD
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ def take_all(output: str, taken: str, links: str = "") -> None:
     """Claim and end the jobs of a batch until none waits, and write their names, one a line."""
     if links == "no links":
         without_hard_links()
-    from lora_trainer.batch.job_state import Ending
-    from lora_trainer.batch.job_store import open_batch
+    from lora_trainer.jobs.job_state import Ending
+    from lora_trainer.jobs.job_store import open_batch
 
     store = open_batch(Path(output))
     with open(taken, "w", encoding="utf-8") as file:
@@ -41,7 +41,7 @@ def take_all(output: str, taken: str, links: str = "") -> None:
 
 
 def claim_and_hang(output: str) -> None:
-    from lora_trainer.batch.job_store import open_batch
+    from lora_trainer.jobs.job_store import open_batch
 
     open_batch(Path(output)).claim()
     time.sleep(60)
