@@ -215,11 +215,13 @@ class JobStore:
             message = f"{path} cannot be read on {socket.gethostname()} ({error})."
             raise UsageError(Problem("file_unreadable", message, "Submit the batch again, with --resume.")) from error
 
-    def enlist(self, jobs: Sequence[NewJob], notes: Mapping[str, Any] | None = None, *, are_more: bool = False) -> None:
+    def enlist(
+        self, jobs: Sequence[NewJob], notes: Mapping[str, Any] | None = None, *, keep_others: bool = False
+    ) -> None:
         """Hold these jobs in this order, and these notes, all or nothing.
 
-        Known jobs keep their state. Of jobs that are not named, only those that began are kept, or with `are_more` all, before
-        the others. Raises UsageError for a job that runs and has other settings now.
+        Known jobs keep their state. Of jobs that are not named, only those that began are kept, behind these, or with
+        `keep_others` all, before these. Raises UsageError for a job that runs and has other settings now.
         """
         states = {state.job.name: state.job for state in self._states()}
         running = {name for name, job in states.items() if job.status == "running"}
@@ -239,7 +241,7 @@ class JobStore:
 
         def change(batch: Mapping[str, Any]) -> dict[str, Any]:
             found = {"notes": {**batch["notes"], **(notes or {})}}
-            if are_more:
+            if keep_others:
                 return {**found, "jobs": [*(each for each in batch["jobs"] if each["name"] not in named), *listed]}
             return {**found, "jobs": [*listed, *(each for each in batch["jobs"] if each["name"] in kept)]}
 
@@ -323,19 +325,28 @@ class JobStore:
 
     def sign_of_life(self, job: QueuedJob) -> bool:
         """Show others that the process that holds a job is alive; False where the disk refuses, so that they see none."""
-        signs = list[Path]()
-        with unless_refused():
+        try:
             self._progress(job).touch()  # the time is the disk's, not this machine's
-            signs.append(self._progress(job))
-        return bool(signs)
+        except OSError as error:
+            if refusal(error) is None:
+                raise
+            return False
+        return True
 
     def read_claim(self, job: QueuedJob) -> Claim:
-        """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile."""
-        found: list[Claim] = []
-        with unless_refused():
+        """Whether the process that claimed a job still holds it, and whether the job was cancelled meanwhile.
+
+        Where the disk refuses now, it is held.
+        """
+        try:
             state = self._state(job)
-            found.append("lost" if not holds(state, job) else "cancelled" if state.job.cancelled else "held")
-        return found[0] if found else "held"  # where the disk refuses now
+        except OSError as error:
+            if refusal(error) is None:
+                raise
+            return "held"
+        if not holds(state, job):
+            return "lost"
+        return "cancelled" if state.job.cancelled else "held"
 
     def read_jobs(self) -> list[QueuedJob]:
         """All jobs in their order, with their progress."""
@@ -435,17 +446,22 @@ class JobStore:
 
     def _shown(self, state: JobState, now: float) -> QueuedJob:
         """A job with its progress."""
-        job, at = state.job, (state.job.name, state.job.attempts)
-        progress = self._last_progress.get(at, {})
+        job, attempt = state.job, (state.job.name, state.job.attempts)
+        progress = self._last_progress.get(attempt, {})
         if job.attempts and not progress:
             with suppress(OSError, ValueError):  # none yet, or cut off by a power failure
                 progress = read_json(self._progress(job))
             if job.status != "running":
-                self._last_progress[at] = progress
-        phase = progress.get("phase") if job.status == "running" else None
-        retry_in = None if state.ready is None else max(0.0, state.ready - now)
-        job = replace(job, step=progress.get("step"), total=progress.get("total"), phase=phase, retry_in=retry_in)
-        return replace(job, loss=progress.get("loss"), val_loss=progress.get("val_loss"))
+                self._last_progress[attempt] = progress
+        return replace(
+            job,
+            phase=progress.get("phase") if job.status == "running" else None,
+            retry_in=None if state.ready is None else max(0.0, state.ready - now),
+            step=progress.get("step"),
+            total=progress.get("total"),
+            loss=progress.get("loss"),
+            val_loss=progress.get("val_loss"),
+        )
 
 
 def _whole(job: NewJob) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def add_jobs(
         empty = {ROOT: None, SHARED: Shared((), ()).to_json(), EXECUTOR: "local", TOGETHER: 1, RETRIES: 0}
         notes = {**empty, WAIT_MINUTES: minutes, **notes}
     own = {SHARED: shared_of(state, asked).to_json()}
-    queue.enlist([NewJob(name, place, priority, own) for name, place in jobs.items()], notes, are_more=True)
+    queue.enlist([NewJob(name, place, priority, own) for name, place in jobs.items()], notes, keep_others=True)
     write_summary(queue)
 
 

@@ -132,6 +132,15 @@ def test_a_claim_with_a_reused_process_id_is_dead(new_store):
     assert statuses(store) == {"one": "waiting"}
 
 
+def test_the_claims_of_a_machine_end_when_it_restarts(new_store):
+    """Nobody has to wait after a power cut, where no other machine takes jobs."""
+    store = new_store("one")
+    host, *_ = json.loads(job_state.this_process())
+    with held_by(json.dumps([host, 1, 1.0, "before the restart"])):
+        claimed(store)
+    assert claimed(store).attempts == 2
+
+
 def test_a_job_that_kills_every_process_fails(new_store):
     store = new_store("one")
     with held_by(dead_holder()):
@@ -258,7 +267,7 @@ def test_higher_priorities_begin_first(new_store, tmp_path):
 
 def test_more_jobs_are_behind_those_that_wait_and_may_overtake_them(new_store, tmp_path):
     store = new_store("a", "b")
-    store.enlist([NewJob("c", tmp_path / "c", document={"own": 1})], {"together": 2}, are_more=True)
+    store.enlist([NewJob("c", tmp_path / "c", document={"own": 1})], {"together": 2}, keep_others=True)
     assert (list(statuses(store)), store.read_note("together")) == (["a", "b", "c"], 2)
     assert store.read_document("c")["own"] == 1
     assert store.read_document("a") == {}
