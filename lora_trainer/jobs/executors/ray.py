@@ -82,34 +82,20 @@ def check(options: ExecutorOptions) -> None:
         for key in options.values
         if key not in OPTIONS
     ]
-    gpus, cpus = (chosen(options, key) for key in ("gpus", "cpus"))
-    if gpus != "auto" and not 0.0 <= number(gpus) <= 1.0:
-        message = f"--executor-option gpus={gpus}: a job trains on one GPU or a part of one."
-        problems.append(
-            Problem("executor_option_invalid", message, "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs.")
-        )
-    if not 0.0 < number(cpus) < math.inf:
-        problems.append(
-            Problem(
-                "executor_option_invalid", f"--executor-option cpus={cpus} is no number of CPUs.", "For example: cpus=4"
-            )
-        )
-    if (data := chosen(options, "data")) not in ("path", "store"):
-        problems.append(
-            Problem(
-                "executor_option_invalid",
-                f"--executor-option data={data} is neither path nor store.",
-                "For example: data=store",
-            )
-        )
-    if not 0.0 < number(most := chosen(options, "store_gib")) < math.inf:
-        problems.append(
-            Problem(
-                "executor_option_invalid",
-                f"--executor-option store_gib={most} is no number of GiB.",
-                "For example: store_gib=8",
-            )
-        )
+    gpus, cpus, data, most = (chosen(options, key) for key in ("gpus", "cpus", "data", "store_gib"))
+    is_gpu_part = gpus == "auto" or 0.0 <= number(gpus) <= 1.0
+    for is_valid, message, fix in (
+        (
+            is_gpu_part,
+            f"gpus={gpus}: a job trains on one GPU or a part of one.",
+            "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs.",
+        ),
+        (0.0 < number(cpus) < math.inf, f"cpus={cpus} is no number of CPUs.", "For example: cpus=4"),
+        (data in ("path", "store"), f"data={data} is neither path nor store.", "For example: data=store"),
+        (0.0 < number(most) < math.inf, f"store_gib={most} is no number of GiB.", "For example: store_gib=8"),
+    ):
+        if not is_valid:
+            problems.append(Problem("executor_option_invalid", f"--executor-option {message}", fix))
     if (reason := why_unusable("ray")) is not None:
         problems.append(
             Problem("library_missing", f"--executor ray needs Ray, which {reason}.", "pip install 'lora-trainer[ray]'")
