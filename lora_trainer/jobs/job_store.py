@@ -102,8 +102,9 @@ def unless_refused() -> Iterator[None]:
 def create_entry(path: Path, text: str) -> bool:
     """Make an entry of a log, whole; False where it exists. Of several processes, on any machines, one makes it. Raises OSError.
 
-    It is a file, or on a disk without hard links, such as exFAT, a folder with that file. A folder that is renamed
-    replaces no other one that holds something.
+    It is a file, or on a disk without hard links, such as exFAT, a folder with that file: a folder that is renamed replaces
+    no other one that holds something. A file that is created by its name alone (`O_EXCL`) would stay empty for good where
+    its process is killed before it writes.
     """
     try:
         return create_exclusively(path, text)

@@ -27,7 +27,7 @@ from lora_trainer.jobs.job_state import (
     WAIT_MINUTES,
     NewJob,
 )
-from lora_trainer.jobs.job_store import JobStore, holds_batch, open_batch
+from lora_trainer.jobs.job_store import FOLDER, JobStore, holds_batch, open_batch
 from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.console import Console
 from lora_trainer.web.asked_settings import AskedSettings, Text, layers_of, user_presets
@@ -112,7 +112,7 @@ def checked_jobs(state: ServerState, asked: AskedSettings, jobs: Mapping[str, Pa
     request = {"do": "jobs", "jobs": {name: str(place) for name, place in jobs.items()}}
     shared = {"shared": shared_of(state, asked).to_json(), "roots": list(map(str, state.roots))}
     rows: list[dict[str, Any]] = state.planner.ask_once({**request, **shared})["jobs"]
-    taken = {job.name for job in state.queue.jobs()}
+    taken = {FOLDER, *(job.name for job in state.queue.jobs())}  # the jobs' own folder is beside those of the runs
     for row in rows:
         if row["name"] in taken or (state.output / row["name"]).exists():
             fix = "Rename the folder or config, or delete that run."

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,27 +99,6 @@ def test_concurrent_claims_never_take_the_same_job(new_store):
         thread.join(300)
     everything = sorted(name for names in taken.values() for name in names)
     assert everything == sorted(f"job {number}" for number in range(40))
-
-
-def test_the_claim_of_a_dead_process_is_released(new_store, checkout):
-    store = new_store("one", "two")
-    program = (
-        "import sys, pathlib; from lora_trainer.jobs.job_store import open_batch; "
-        "print(open_batch(pathlib.Path(sys.argv[1])).claim().name)"
-    )
-    dead = subprocess.run(
-        [sys.executable, "-c", program, str(store.output)],
-        capture_output=True,
-        text=True,
-        cwd=checkout,
-        check=True,
-        timeout=300,
-    )
-    assert dead.stdout.strip() == "one"
-    assert statuses(store)["one"] == "running"
-    job = claimed(store)
-    assert (job.name, job.attempts) == ("one", 2)
-    assert claimed(store).name == "two", "the claim of a living process stays"
 
 
 def test_a_claim_with_a_reused_process_id_is_dead(new_store):

@@ -116,6 +116,12 @@ def test_wrong_jobs_are_refused_and_none_is_added(
     assert not (tmp_path / "runs" / "jobs").exists()
 
 
+def test_no_run_is_named_as_the_folder_of_the_jobs(client: TestClient, root: Path) -> None:
+    draw_images(root / "jobs", 1)
+    assert client.post("/api/queue", json={"root": str(root)}).status_code == 422
+    assert client.get("/api/queue").json()["jobs"] == []
+
+
 def test_the_folder_of_a_dataset_runs_no_command(client: TestClient, root: Path) -> None:
     """A dataset is somebody else's; so is its `lora.toml`."""
     (root / "ash" / "lora.toml").write_text('[run]\non_finish = "rm -rf /"\n', encoding="utf-8")
