@@ -325,13 +325,13 @@ class JobStore:
             rename_over(temporary, path)
 
     def sign_of_life(self, job: QueuedJob) -> bool:
-        """Show others that the process that holds a job is alive; False where the disk refuses, so that they see none."""
+        """Show other machines that the process that holds a job is alive; False where the disk refuses, so that they see none."""
         try:
             self._progress(job).touch()  # the time is the disk's, not this machine's
         except OSError as error:
             if refusal(error) is None:
                 raise
-            return False
+            return not self._batch.known["notes"].get(SEVERAL_MACHINES)
         return True
 
     def read_claim(self, job: QueuedJob) -> Claim:

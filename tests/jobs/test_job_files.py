@@ -232,21 +232,30 @@ def test_jobs_keep_their_progress_when_they_end(tmp_path: Path) -> None:
         )
 
 
-def test_a_holder_that_the_disk_does_not_hear_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may take its job after two minutes: what it would still write is theirs."""
+@pytest.mark.parametrize("several", [True, False])
+def test_a_holder_that_the_disk_does_not_hear_stops_where_others_may_take_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """What it would still write is theirs then. On one machine its number is sign enough."""
     store = new_batch(tmp_path, "one")
+    store.write_note(SEVERAL_MACHINES, several)
     job = store.claim()
     assert job is not None
-    for name, seconds in (("LOOK_SECONDS", 0.01), ("BEAT_SECONDS", 0.01), ("SILENT_SECONDS", 2.5)):
-        monkeypatch.setattr(worker, name, seconds)
+    refused = threading.Event()
+
+    def refuse(*_: object) -> None:
+        refused.set()
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("LOOK_SECONDS", "BEAT_SECONDS"):
+        monkeypatch.setattr(worker, name, 0.01)
     stopped = threading.Event()
     with worker.keeping(store, job, stopped.set) as kept:
         assert not stopped.wait(0.3)
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "touch", refuse)
-            assert stopped.wait(300)
-    assert kept.is_over
-
-
-def refuse(*_: object) -> None:
-    raise OSError(errno.EIO, "Input/output error")
+        monkeypatch.setattr(Path, "touch", refuse)
+        monkeypatch.setattr(worker, "SILENT_SECONDS", 0.0)
+        assert refused.wait(300)
+        refused.clear()
+        assert refused.wait(300), "it was asked again"
+        assert stopped.wait(300 if several else 0) == several
+    assert kept.is_over == several
