@@ -201,9 +201,12 @@ def start_workers(asked: Workers, state: State) -> Response:
         taken = {child.name for child in state.queue.workers()}
         names = [name for number in range(1, 1025) if (name := f"~worker-{number}") not in taken][: asked.workers]
         for number, name in enumerate(names):
-            gpu = {"CUDA_VISIBLE_DEVICES": str(asked.gpus[number % len(asked.gpus)])} if asked.gpus else {}
-            environment = {**(share if "OMP_NUM_THREADS" not in os.environ else {}), **gpu}
-            state.children.start(name, ["batch", "work", str(state.output)], environment=environment)
+            gpu = str(asked.gpus[number % len(asked.gpus)]) if asked.gpus else None
+            environment = dict(share) if "OMP_NUM_THREADS" not in os.environ else {}
+            if gpu is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = gpu
+            work = ["batch", "work", str(state.output)]
+            state.children.start(name, work, about={"gpu": gpu}, environment=environment)
     return JSON(state.queue.document(), 201)
 
 

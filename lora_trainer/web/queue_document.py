@@ -26,7 +26,13 @@ class RunQueue:
     def document(self) -> dict[str, Any]:
         """The document of `batch status --json`, each job with its progress and priority; and the workers."""
         workers = [
-            {"name": each.name.lstrip("~"), "pid": each.pid, "gpu": each.gpu, "started": each.started, "is_live": True}
+            {
+                "name": each.name.lstrip("~"),
+                "pid": each.pid,
+                "gpu": each.about.get("gpu"),
+                "started": each.started,
+                "is_live": True,
+            }
             for each in self.workers()
         ]
         if (store := self._opened()) is None:
@@ -43,7 +49,7 @@ class RunQueue:
 
     def workers(self) -> list[Child]:
         """The workers that run."""
-        return [child for child in self.children.all() if child.command == "work" and child.is_alive]
+        return [child for child in self.children.all() if child.command == "batch" and child.is_alive]
 
     def _opened(self) -> JobStore | None:
         """The jobs; None where none was ever added, or the folder was deleted."""

@@ -84,7 +84,7 @@ class ServerState:
 
     @cached_property
     def children(self) -> Children:
-        return Children(self.own)
+        return Children(self.own / "started")
 
     @cached_property
     def queue(self) -> RunQueue:

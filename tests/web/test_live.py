@@ -85,14 +85,14 @@ def test_new_and_deleted_runs_are_named(state: ServerState, tmp_path: Path) -> N
 def test_a_start_that_fails_is_reported(state: ServerState, tmp_path: Path) -> None:
     """A process that ends before it has written a record: a page would wait for its first step forever."""
     state.watcher.look()
-    started = {"name": "dog", "command": "train", "pid": os.getpid(), "created": process_start(os.getpid())}
-    write_json(tmp_path / ".ui" / "started" / "dog.json", {**started, "started": 2000.0})
+    started = {"name": "dog", "arguments": ["train"], "about": {}, "pid": os.getpid()}
+    started["created"] = process_start(os.getpid())
+    write_json(tmp_path / ".ui" / "started" / "dog" / "process.json", {**started, "started": 2000.0})
     (changed,) = without_machine(state.watcher.look())
     assert [(each["id"], each["status"], each["is_live"]) for each in changed["runs"]] == [("dog", "starting", True)]
-    log = tmp_path / ".ui" / "logs" / "dog.log"
-    log.parent.mkdir()
+    log = tmp_path / ".ui" / "started" / "dog" / "log.txt"
     log.write_text("error: no such model", encoding="utf-8")
-    write_json(tmp_path / ".ui" / "started" / "dog.json", {**started, "created": 1.0, "started": 2000.0})
+    write_json(tmp_path / ".ui" / "started" / "dog" / "process.json", {**started, "created": 1.0, "started": 2000.0})
     (changed,) = without_machine(state.watcher.look())
     assert [(each["status"], each["reason"]) for each in changed["runs"]] == [("failed", "error: no such model")]
 

@@ -147,7 +147,7 @@ def test_workers_are_started_on_their_gpus_and_stopped(
     state: ServerState = app_of(client).state.server
     started = []
 
-    def start(name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def start(name: str, arguments: list[str], environment: dict[str, str], **named: object) -> None:
         started.append((name, arguments, environment.get("CUDA_VISIBLE_DEVICES")))
 
     monkeypatch.setattr(state.children, "start", start)
@@ -156,8 +156,8 @@ def test_workers_are_started_on_their_gpus_and_stopped(
     assert started == [("~worker-1", batch, "0"), ("~worker-2", batch, "1"), ("~worker-3", batch, "0")]
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        child = Child("~worker-1", "work", process.pid, process_start(process.pid) or 0.0, 1.0, "0")
-        write_json(state.own / "started" / "~worker-1.json", asdict(child))
+        child = Child("~worker-1", ("batch",), {"gpu": "0"}, process.pid, process_start(process.pid) or 0.0, 1.0)
+        write_json(state.own / "started" / "~worker-1" / "process.json", asdict(child))
         (worker,) = client.get("/api/queue").json()["workers"]
         assert (worker["name"], worker["gpu"], worker["is_live"]) == ("worker-1", "0", True)
         assert client.post("/api/queue/stop").json()["stopped_workers"] == ["worker-1"]
