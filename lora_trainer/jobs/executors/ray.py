@@ -31,6 +31,7 @@ from lora_trainer.data.moved import data_below
 from lora_trainer.jobs.data_pack import DataPack, copied, files_of, pack
 from lora_trainer.jobs.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
 from lora_trainer.jobs.job_document import settings_of
+from lora_trainer.jobs.job_store import FOLDER
 from lora_trainer.run.order import plain_console
 
 if TYPE_CHECKING:
@@ -452,7 +453,7 @@ def ask_nodes(output: Path) -> dict[str, float | None]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    token = output / "jobs" / f".shared-{os.getpid()}.part"
+    token = output / FOLDER / f".shared-{os.getpid()}.part"
     token.write_text(__version__, encoding="ascii")
     try:
         asked = {}

@@ -21,6 +21,7 @@ from lora_trainer.core.errors import SIGNALED, Problem, TrainingFailed, UsageErr
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import listening
 from lora_trainer.jobs.job_state import SILENT_SECONDS, QueuedJob
+from lora_trainer.jobs.job_store import FOLDER as JOBS
 from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.run.order import plain_console
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from lora_trainer.jobs.executors import ExecutorOptions
 
 IS_SHARED = CONTINUES = True
-FOLDER = "jobs/.slurm"  # in the batch's folder: scripts and logs; no run has such a name
+FOLDER = f"{JOBS}/.slurm"  # in the batch's folder: scripts and logs
 TASKS = "slurm_tasks"  # the note with the SLURM task of each job
 SAVING_SECONDS = 120  # before the end of its time a task begins to save
 ANSWER_SECONDS = 60.0
