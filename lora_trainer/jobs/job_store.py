@@ -3,8 +3,8 @@
 A job's state is what its numbered entries say, `0001.json`, `0002.json`, … in order: claimed, ended, lost, cancelled, put
 back. Whoever changes it reads all of them and makes the next one, which only one process can (`create_entry`): the others
 read again and decide anew. So no lock of a network disk is needed, a killed process leaves a readable job, and a process
-that lost its job cannot record anything. The entries of `jobs/.batch/` are the list of the jobs and the batch's notes, whole
-in each entry: a batch is submitted with one entry or not at all.
+that lost its job cannot record anything. The entries of `jobs/.batch/` make the list of the jobs and the batch's notes: a
+batch is submitted with one entry or not at all.
 
 A claim is lost when `progress-NNNN.json`, which its holder rewrites or touches, is too old. Its age is the difference of
 two times of files on the shared disk, that of a file made now and its own. Clocks of machines are not compared.
@@ -169,6 +169,16 @@ class EventLog(Generic[State]):
             raise UsageError(Problem("file_unreadable", f"{path} cannot be read ({error}).", fix)) from error
 
 
+def batch_after(batch: Mapping[str, Any], entry: Entry) -> Mapping[str, Any]:
+    """The list of the jobs and the notes after their next entry: `jobs` are all, `more` are behind those that were there."""
+    document = entry.document
+    more = document.get("more", [])
+    named = {job["name"] for job in more}
+    jobs = [job for job in document.get("jobs", batch["jobs"]) if job["name"] not in named]
+    notes = {**batch["notes"], **document.get("notes", {})}
+    return {"version": document.get("version", batch.get("version")), "notes": notes, "jobs": [*jobs, *more]}
+
+
 class JobStore:
     """The jobs of the batch in the folder `output`, which is made where there is none.
 
@@ -178,7 +188,7 @@ class JobStore:
 
     def __init__(self, output: Path) -> None:
         self.output, self.folder = output, output / FOLDER
-        self._batch = EventLog[Mapping[str, Any]](self.folder / LIST, {}, lambda before, entry: entry.document)
+        self._batch = EventLog[Mapping[str, Any]](self.folder / LIST, {"notes": {}, "jobs": []}, batch_after)
         self._logs, self._last_progress = dict[str, EventLog[JobState]](), dict[tuple[str, int], Mapping[str, Any]]()
         self._list: tuple[int, list[QueuedJob], list[QueuedJob]] = (0, [], [])  # entries; by priority, in their order
         if (self.folder / RECORD).is_file():
@@ -186,7 +196,7 @@ class JobStore:
             raise UsageError(Problem("batch_folder_unusable", f"{self.folder} is the folder of a run.", fix))
         try:
             if self._batch.read()[0] == 0:
-                self._batch.append({"id": secrets.token_hex(8), "version": VERSION, "notes": {}, "jobs": []}, 0)
+                self._batch.append({"id": secrets.token_hex(8), "version": VERSION}, 0)
             version = self._batch.read()[1]["version"]
         except OSError as error:
             message = f"{self.folder} cannot hold the jobs of a batch ({(error.strerror or str(error)).lower()})."
@@ -199,7 +209,7 @@ class JobStore:
 
     def write_note(self, key: str, value: Any) -> None:
         """Keep a JSON value with the batch, such as how often failures are repeated."""
-        self._change_batch(lambda batch: {"notes": {**batch["notes"], key: value}})
+        self._change_batch(lambda batch: {"notes": {key: value}})
 
     def read_note(self, key: str) -> Any:
         """A value kept by `write_note` or `enlist`, or None."""
@@ -241,10 +251,10 @@ class JobStore:
         kept = {name for name, job in states.items() if job.status != "waiting"} - named
 
         def change(batch: Mapping[str, Any]) -> dict[str, Any]:
-            found = {"notes": {**batch["notes"], **(notes or {})}}
             if keep_others:
-                return {**found, "jobs": [*(each for each in batch["jobs"] if each["name"] not in named), *listed]}
-            return {**found, "jobs": [*listed, *(each for each in batch["jobs"] if each["name"] in kept)]}
+                return {"notes": notes or {}, "more": listed}
+            others = [each for each in batch["jobs"] if each["name"] in kept]
+            return {"notes": notes or {}, "jobs": [*listed, *others]}
 
         self._change_batch(change)
 
@@ -375,15 +385,15 @@ class JobStore:
         return self._logs[job.name]
 
     def _change_batch(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        """Make the newest list and notes what `change` makes of them; nothing where that is the same."""
+        """Make the entry of the list that `change` makes of its newest state; none where that changes nothing."""
         token = secrets.token_hex(8)
 
         def append() -> None:
             while True:
-                entries, newest = self._batch.read()
-                batch = {**newest, "id": token}
-                new = {**batch, **change(batch)}
-                if new == batch or self._batch.append(new, entries) is not None:
+                entries, batch = self._batch.read()
+                document = json.loads(json.dumps({"id": token, **change(batch)}))
+                is_same = batch_after(batch, Entry(document, 0.0)) == batch
+                if is_same or self._batch.append(document, entries) is not None:
                     return
 
         write_with_retry(WRITTEN, self.output, append)

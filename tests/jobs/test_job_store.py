@@ -242,6 +242,17 @@ def test_higher_priorities_begin_first(new_store, tmp_path):
     assert [job.name for job in store.read_jobs()] == ["a", "b", "c", "d"], "they are shown in their order"
 
 
+def test_the_list_grows_with_the_jobs_that_are_added_and_not_with_all(new_store, tmp_path):
+    """A page adds them one by one."""
+    store = new_store()
+    for number in range(60):
+        store.enlist([NewJob(f"job {number}", tmp_path)], {"number": number}, keep_others=True)
+    assert list(statuses(JobStore(tmp_path))) == [f"job {number}" for number in range(60)]
+    assert JobStore(tmp_path).read_note("number") == 59
+    sizes = [path.stat().st_size for path in (tmp_path / "jobs" / ".batch").glob("[0-9]*.json")]
+    assert max(sizes) < 1000
+
+
 def test_more_jobs_are_behind_those_that_wait_and_may_overtake_them(new_store, tmp_path):
     store = new_store("a", "b")
     store.enlist([NewJob("c", tmp_path / "c", document={"own": 1})], {"together": 2}, keep_others=True)
