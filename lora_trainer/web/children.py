@@ -43,8 +43,8 @@ class Child:
 
     @property
     def command(self) -> str:
-        """`train` or `produce` of a run, `batch` of a worker."""
-        return self.arguments[0]
+        """`train` or `produce` of a run, `work` of a worker."""
+        return "work" if self.arguments[0] == "batch" else self.arguments[0]
 
     @property
     def is_alive(self) -> bool:

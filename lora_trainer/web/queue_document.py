@@ -49,7 +49,7 @@ class RunQueue:
 
     def workers(self) -> list[Child]:
         """The workers that run."""
-        return [child for child in self.children.all() if child.command == "batch" and child.is_alive]
+        return [child for child in self.children.all() if child.command == "work" and child.is_alive]
 
     def _opened(self) -> JobStore | None:
         """The jobs; None where none was ever added, or the folder was deleted."""

@@ -34,7 +34,7 @@ class RunRows:
         found = []
         for child in reversed(self.children.all()):
             folder = path_of(child.name, self.output)
-            if child.command == "batch" or folder is None or (folder / FILE).is_file():
+            if child.command == "work" or folder is None or (folder / FILE).is_file():
                 continue
             is_live = child.is_alive
             row = {"id": child.name, "name": folder.name, "is_live": is_live, "step": 0, "has_record": False}
