@@ -2,7 +2,7 @@
 
     python scripts/simulate_batch.py --jobs 10000 --workers 64
 
-Each worker has a `JobFiles` of its own on one folder, as on a machine of its own, and claims, gives signs of life, saves
+Each worker has a `JobStore` of its own on one folder, as on a machine of its own, and claims, gives signs of life, saves
 checkpoints, dies, comes back and records ends as `batch work` does. Time passes from event to event: the times of files are
 set to it. Prints the time to the last end beside what no schedule can beat, and what the folder was asked for.
 """
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from lora_trainer.batch import job_files
-from lora_trainer.batch.job_files import JobFiles
-from lora_trainer.batch.job_store import SILENT_SECONDS, Ending, NewJob, QueuedJob
+from lora_trainer.jobs import job_store
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, SILENT_SECONDS, Ending, NewJob, QueuedJob
+from lora_trainer.jobs.job_store import JobStore
 
 MINUTE = 60.0
 CHECKPOINT_SECONDS = 5 * MINUTE
@@ -48,7 +48,7 @@ class Clock:
         os.utime(path, (self.now, self.now))
 
 
-class SimulatedFiles(JobFiles):
+class SimulatedStore(JobStore):
     """The jobs as one machine sees them, on a disk with the simulated clock."""
 
     def __init__(self, output: Path, clock: Clock) -> None:
@@ -69,7 +69,7 @@ class Worker:
     """A machine. `job` is what it trains; `life` counts how often it was started."""
 
     name: str
-    store: SimulatedFiles
+    store: SimulatedStore
     job: QueuedJob | None = None
     began: float = 0.0
     life: int = 0
@@ -96,7 +96,7 @@ class Simulation:
         self.seconds = {f"job-{at:05d}": MINUTE * minutes * self.draw.lognormvariate(0.0, 0.5) for at in range(jobs)}
         self.left = dict(self.seconds)  # after the last checkpoint
         self.found, self.events, self.turn = Found(), list[tuple[float, int, str, Worker, Any]](), 0
-        exclusive = job_files.create_exclusively
+        exclusive = job_store.create_entry
 
         def create(target: Path, text: str) -> bool:
             is_made = exclusive(target, text)
@@ -105,14 +105,15 @@ class Simulation:
             return is_made
 
         self.patches = (
-            patch.object(job_files, "create_exclusively", create),
-            patch.object(job_files, "this_process", lambda **_: self.holder),
+            patch.object(job_store, "create_entry", create),
+            patch.object(job_store, "this_process", lambda: self.holder),
             patch("os.fsync", lambda descriptor: None),  # of the real disk
         )
         for each in self.patches:
             each.start()
-        SimulatedFiles(output, self.clock).enlist([NewJob(name, Path("/data", name)) for name in self.seconds])
-        self.workers = [Worker(f"machine {at:02d}", SimulatedFiles(output, self.clock)) for at in range(workers)]
+        jobs = [NewJob(name, Path("/data", name), document={"name": name}) for name in self.seconds]
+        SimulatedStore(output, self.clock).enlist(jobs, {SEVERAL_MACHINES: True})
+        self.workers = [Worker(f"machine {at:02d}", SimulatedStore(output, self.clock)) for at in range(workers)]
 
     def run(self) -> float:
         """Until every job has ended; the simulated seconds that it took."""

@@ -160,9 +160,9 @@ def batch_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = settled(presets, user, problems)
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.batch.batch import BatchOrder, run_batch, show_batch
-    from lora_trainer.batch.executors import ExecutorOptions
-    from lora_trainer.batch.folders import Shared
+    from lora_trainer.jobs.batch import BatchOrder, run_batch, show_batch
+    from lora_trainer.jobs.executors import ExecutorOptions
+    from lora_trainer.jobs.folders import Shared
     from lora_trainer.run.order import plain_console
 
     shared = Shared(tuple(presets), tuple(user), arguments.resume)
@@ -218,11 +218,11 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         raise UsageError(problems)
     if arguments.root == "status":
         return show_status(arguments.folder, as_json=arguments.json)
-    from lora_trainer.batch.changes import cancel_jobs, retry_jobs
+    from lora_trainer.jobs.changes import cancel_jobs, retry_jobs
     from lora_trainer.run.order import plain_console
 
     if arguments.root == "work":
-        from lora_trainer.batch.batch import run_worker
+        from lora_trainer.jobs.batch import run_worker
 
         return run_worker(arguments.folder, plain_console(), arguments.job)
     return (cancel_jobs if arguments.root == "cancel" else retry_jobs)(
@@ -234,12 +234,12 @@ def show_status(output: Path, *, as_json: bool) -> int:
     """Print the jobs of the batch in this folder, as they are now. Raises UsageError where there is none."""
     from rich.console import Console
 
-    from lora_trainer.batch.job_store import ROOT
-    from lora_trainer.batch.live_table import table
-    from lora_trainer.batch.stores import store_of
-    from lora_trainer.batch.summary import summary
+    from lora_trainer.jobs.job_state import ROOT
+    from lora_trainer.jobs.job_store import open_batch
+    from lora_trainer.jobs.live_table import table
+    from lora_trainer.jobs.summary import summary
 
-    store = store_of(output)
+    store = open_batch(output)
     jobs = store.read_jobs()
     if as_json:
         print(json.dumps(summary(jobs, output, store.read_note(ROOT)), indent=2, ensure_ascii=False))

@@ -67,8 +67,8 @@ def plan_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     resolved = settled(presets, user, [], builtin_if_none=model.family is None)
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.batch.joint_jobs import settings_against
     from lora_trainer.core.imports import OPTIONAL, hide
+    from lora_trainer.jobs.joint_jobs import settings_against
     from lora_trainer.run.plans.plan import make_plan
 
     hide(OPTIONAL)  # a trace does not need them

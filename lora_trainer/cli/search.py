@@ -110,7 +110,7 @@ def search_with(arguments: argparse.Namespace, presets: list[Layer], user: list[
         raise UsageError(problems)
     if explained(arguments, resolved):
         return DONE
-    from lora_trainer.batch.folders import Shared
+    from lora_trainer.jobs.folders import Shared
     from lora_trainer.run.order import plain_console
     from lora_trainer.search.confirm import Confirmation
     from lora_trainer.search.searching import SearchOrder, run_search

@@ -28,13 +28,6 @@ POLL_EVERY = 0.2  # seconds between checks for a signal
 FULL = {errno.ENOSPC, errno.EDQUOT}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
-SQLITE = {
-    "SQLITE_FULL": errno.ENOSPC,
-    "SQLITE_IOERR": errno.EIO,
-    "SQLITE_CANTOPEN": errno.ENOENT,
-    "SQLITE_READONLY": errno.EROFS,
-}
-SCARCE = 2**16  # bytes: with fewer left, SQLite reports a full disk as an I/O error
 WINDOWS = {112: errno.ENOSPC, 39: errno.ENOSPC, 3: errno.ENOENT, 5: errno.EACCES, 19: errno.EROFS, 21: errno.ENODEV}
 
 T = TypeVar("T")
@@ -225,9 +218,7 @@ def what_helps(error: BaseException) -> str:
 
 
 def _number_in_text(error: BaseException) -> int | None:
-    """SQLite has numbers of its own; libraries such as safetensors give the system's only in their message."""
-    if name := getattr(error, "sqlite_errorname", None):
-        return next((number for start, number in SQLITE.items() if name.startswith(start)), None)
+    """Libraries such as safetensors give the system's number only in their message."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found is None:
         return None
@@ -237,8 +228,6 @@ def _number_in_text(error: BaseException) -> int | None:
 
 def _describe(what: str, place: Path, error: Exception, size: int | None) -> str:
     number = refusal(error)
-    if number == errno.EIO and hasattr(error, "sqlite_errorname") and free_bytes(place) < SCARCE:
-        number = errno.ENOSPC
     name = what if "." in what else what[:1].upper() + what[1:]  # a file's name stays as it is
     if number not in FULL:
         return f"{name} cannot be written to {place} ({os.strerror(number or 0).lower()})."

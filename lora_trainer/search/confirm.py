@@ -13,12 +13,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.executors.local import kept_families
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.data.split import split_validation
+from lora_trainer.jobs.executors.local import kept_families
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.inputs import Inputs, read_inputs
 from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.executors.local import be_worker, kept_families, run_processes
-from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened, with_values
 from lora_trainer.config.resuming import CHANGES_NOTHING
@@ -22,6 +20,8 @@ from lora_trainer.core.interrupt import Stopped, listening
 from lora_trainer.core.intervals import FEWEST_VALUES, MOST_VALUES
 from lora_trainer.core.launch import launched
 from lora_trainer.data.split import FEWEST_COMPARED
+from lora_trainer.jobs.executors.local import be_worker, kept_families, run_processes
+from lora_trainer.jobs.joint_jobs import settings_against
 from lora_trainer.models import FAMILIES
 from lora_trainer.monitor.progress import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
     from rich.console import Console
 
-    from lora_trainer.batch.folders import Shared
+    from lora_trainer.jobs.folders import Shared
     from lora_trainer.models.family import Family
 
 SHARE_OF_FEW = 0.25  # of fewer images than a run splits by itself

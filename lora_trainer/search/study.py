@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
-from lora_trainer.batch.folders import Shared, shared_from_json
-from lora_trainer.batch.job_store import MOST_DEATHS, is_dead, this_process
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.randomness import position_key, position_uniform
+from lora_trainer.jobs.folders import Shared, shared_from_json
+from lora_trainer.jobs.job_state import MOST_DEATHS, is_dead, this_process
 from lora_trainer.search.space import Parameter, Scalar, Space, describe, grid_of, space_from_json
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from lora_trainer.batch.joint_jobs import base_of
-from lora_trainer.batch.worker import RunLog, last_words, run_together
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, with_values
 from lora_trainer.core.errors import DONE, LORA_REFUSED, SIGNALED, UsageError
 from lora_trainer.core.interrupt import Stopped, stop_if_signalled
+from lora_trainer.jobs.joint_jobs import base_of
+from lora_trainer.jobs.worker import RunLog, last_words, run_together
 from lora_trainer.monitor.console import Console
 from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import is_finished

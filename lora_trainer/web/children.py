@@ -1,12 +1,13 @@
-"""Processes that the server starts: runs and workers. Each is on its own: the server's end does not reach it.
+"""Processes that the server starts: runs, workers, and commands that end. Each is on its own: the server's end does not reach it.
 
-What was started is written to a file, so that the next server knows it. A number of a process is used again by the system,
-so it counts only with the time when that process started.
+Each has a folder, which says what was started, so that the next server knows it, and what it printed. A number of a process
+is used again by the system, so it counts only with the time when that process started.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
@@ -22,6 +24,7 @@ from lora_trainer.core.io import read_json, write_json
 from lora_trainer.web.run_list import Stamp, process_start, stamp_of
 from lora_trainer.web.safety import Refusal
 
+PROCESS, LOG = "process.json", "log.txt"
 SAME_START = 1.0  # seconds
 LEAVE_SECONDS = 10.0
 LOG_END = 4000  # bytes in which the reason of a failed start is looked for
@@ -29,14 +32,19 @@ LOG_END = 4000  # bytes in which the reason of a failed start is looked for
 
 @dataclass(frozen=True)
 class Child:
-    """A process that was started: `train` or `produce` of a run, or `work` of a worker, on `gpu` where one was chosen."""
+    """A process that was started. `about` is what the page wants to know again, such as the GPU of a worker."""
 
     name: str
-    command: str
+    arguments: tuple[str, ...]
+    about: Mapping[str, Any]
     pid: int
     created: float  # as the system has it
     started: float
-    gpu: str | None = None
+
+    @property
+    def command(self) -> str:
+        """`train` or `produce` of a run, `work` of a worker."""
+        return "work" if self.arguments[0] == "batch" else self.arguments[0]
 
     @property
     def is_alive(self) -> bool:
@@ -50,12 +58,12 @@ class Child:
 
 
 class Children:
-    """The processes that were started for the runs in one folder. Any thread may call its methods."""
+    """The processes that were started, with their folders below `folder`. Any thread may call its methods."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = threading.Lock()
-        self._own: dict[int, subprocess.Popen[bytes]] = {}
-        self._started, self._logs = folder / "started", folder / "logs"
+        self._own: list[subprocess.Popen[bytes]] = []
         self._kept: dict[str, tuple[Stamp, Child]] = {}  # what was read, while its file stays as it is
 
     def start(
@@ -63,10 +71,12 @@ class Children:
         name: str,
         arguments: Sequence[str],
         *,
+        about: Mapping[str, Any] | None = None,
+        program: Sequence[str] = ("lora_trainer",),
         environment: Mapping[str, str] | None = None,
         again: bool = False,
     ) -> Child:
-        """Start `lora-trainer ARGUMENTS`; its output is in a log, after the earlier one's with `again`.
+        """Start `lora-trainer ARGUMENTS`, or another `program`; its output is in a log, after the earlier one's with `again`.
 
         Raises Refusal where a process of that name runs, OSError.
         """
@@ -76,35 +86,40 @@ class Children:
                 raise Refusal(
                     409, Problem("already_running", f"{name} is starting, or runs.", "Wait for it, or stop it.")
                 )
-            self._logs.mkdir(parents=True, exist_ok=True)
+            self.log(name).parent.mkdir(parents=True, exist_ok=True)
             with open(self.log(name), "ab" if again else "wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "lora_trainer", *arguments],
+                    [sys.executable, "-m", *program, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                     start_new_session=True,
                 )
-            self._own[process.pid] = process
-            created = process_start(process.pid) or time.time()
-            gpu = (environment or {}).get("CUDA_VISIBLE_DEVICES")
-            child = Child(
-                name, "work" if arguments[0] == "batch" else arguments[0], process.pid, created, time.time(), gpu
-            )
-            write_json(self._started / f"{name}.json", asdict(child))
+            self._own.append(process)
+            created, now = process_start(process.pid) or time.time(), time.time()
+            child = Child(name, tuple(arguments), dict(about or {}), process.pid, created, now)
+            try:
+                write_json(self.folder / name / PROCESS, asdict(child))
+            except OSError:  # a full disk: a process that nobody sees must not run
+                process.terminate()
+                raise
             return child
 
     def log(self, name: str) -> Path:
-        return self._logs / f"{name}.log"
+        return self.folder / name / LOG
 
     def all(self) -> list[Child]:
         """What was started, the newest last."""
+        self.reap()
         with self._lock:
-            for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
-                del self._own[pid]  # and no zombie stays
-            found = [self._read(path.stem) for path in self._started.glob("*.json")]
+            found = [self._read(path.parent.name) for path in self.folder.glob(f"*/{PROCESS}")]
         return sorted((each for each in found if each is not None), key=lambda child: child.started)
+
+    def reap(self) -> None:
+        """Let no process that has ended stay a zombie."""
+        with self._lock:
+            self._own = [process for process in self._own if process.poll() is None]
 
     def wait(self, name: str, seconds: float = LEAVE_SECONDS) -> None:
         """Wait so long for the end of a process whose run has ended: it has still to leave."""
@@ -118,7 +133,8 @@ class Children:
             return self._read(name)
 
     def forget(self, name: str) -> None:
-        (self._started / f"{name}.json").unlink(missing_ok=True)
+        """Delete what is kept of a process."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def last_words(self, name: str) -> str | None:
         """What the log of an ended process says of an error, else its last line; None without a log."""
@@ -129,13 +145,14 @@ class Children:
         return error_among(printable_lines(text.strip()).splitlines()) or None
 
     def _read(self, name: str) -> Child | None:
-        path = self._started / f"{name}.json"
+        path = self.folder / name / PROCESS
         kept, stamp = self._kept.get(name), stamp_of(path)
         if kept is not None and kept[0] == stamp:
             return kept[1]
         try:
-            child = Child(**read_json(path))
-        except (OSError, ValueError, TypeError):
+            found = read_json(path)
+            child = Child(**{**found, "arguments": tuple(found["arguments"])})
+        except (OSError, ValueError, TypeError, KeyError):
             self._kept.pop(name, None)
             return None
         self._kept[name] = (stamp, child)

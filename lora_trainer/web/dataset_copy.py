@@ -19,13 +19,13 @@ from typing import Any
 
 import tomli_w
 
-from lora_trainer.batch.folders import THE_BATCH_DECIDES, folder_values
 from lora_trainer.core.errors import DONE, WRONG_USAGE, Problem, UsageError, UserError
 from lora_trainer.core.io import remove_abandoned, write_text
 from lora_trainer.data.images.spans import open_bytes
 from lora_trainer.data.sample import Sample, Span
 from lora_trainer.data.sources.layout import kohya_name
 from lora_trainer.data.sources.names import MASK_LABEL, SETTINGS_FILE, folded
+from lora_trainer.jobs.folders import THE_BATCH_DECIDES, folder_values
 from lora_trainer.run.inputs import data_in_use
 from lora_trainer.web.dataset_reader import DatasetReading, read_samples
 

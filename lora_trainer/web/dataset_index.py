@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -24,6 +22,7 @@ from typing import Any
 from lora_trainer.config.schema import Config
 from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.core.errors import Problem
+from lora_trainer.core.json_process import JsonProcess
 from lora_trainer.data.sources.texts import MOST_CAPTION_BYTES, tidy
 from lora_trainer.data.views import Framing, plain_fits
 from lora_trainer.models.published import public_architecture
@@ -108,24 +107,10 @@ class IndexReading:
         self.ended.set()
 
     def read(self) -> dict[str, Any]:
-        """The last line of the process, once it has ended. Raises OSError and ValueError."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lora_trainer.web.dataset_reader"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is the server's
-        )
+        """The last answer of the process, once it has ended. Raises OSError and ValueError."""
         last: dict[str, Any] = {}
-        with process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(json.dumps(self.request) + "\n")
-            process.stdin.close()
-            for line in process.stdout:
-                last = json.loads(line)
-                self.done, self.total = last.get("done", self.done), last.get("total", self.total)
+        for last in JsonProcess("lora_trainer.web.dataset_reader", is_apart=True).answers(self.request):
+            self.done, self.total = last.get("done", self.done), last.get("total", self.total)
         return last
 
 

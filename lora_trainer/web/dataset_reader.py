@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sqlite3
-import sys
 import time
 import zlib
 from collections import Counter
@@ -25,6 +24,7 @@ from lora_trainer.core.bounded import TextError, read_text
 from lora_trainer.core.errors import Problem, UsageError, UserError
 from lora_trainer.core.findings import Finding
 from lora_trainer.core.io import atomic_path
+from lora_trainer.core.json_process import open_streams, send
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest, request_source
 from lora_trainer.data.sample import Manifest, Sample
@@ -335,33 +335,25 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Read the dataset that the standard input names; the last line is the result."""
+    """Read the dataset that the request names; the last answer is the result."""
     from lora_trainer.core.imports import OPTIONAL, hide, own_process
 
     own_process()
     hide(OPTIONAL)
-    output, last = sys.stdout, 0.0
-
-    def write(document: Mapping[str, Any]) -> None:
-        output.write(json.dumps(document) + "\n")
-        output.flush()
+    (requests, answers), last = open_streams(), 0.0
 
     def say(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last > SAY_SECONDS:
             last = time.monotonic()
-            write({"done": done, "total": total})
+            send(answers, {"done": done, "total": total})
 
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            write_index(json.loads(sys.stdin.readline()), say)
-            write({"problems": []})
-        except UserError as error:
-            write({"problems": [(each.code, each.message, each.fix) for each in error.problems]})
-        except (OSError, sqlite3.Error) as error:
-            fix = "Check the disk of the server's folder of runs."
-            write({"problems": [("data_unreadable", f"The list of images could not be written: {error}.", fix)]})
-
-
-if __name__ == "__main__":
-    main()
+    problems = list[tuple[str, str, str]]()
+    try:
+        write_index(json.loads(requests.readline()), say)
+    except UserError as error:
+        problems = [(each.code, each.message, each.fix) for each in error.problems]
+    except (OSError, sqlite3.Error) as error:
+        fix = "Check the disk of the server's folder of runs."
+        problems = [("data_unreadable", f"The list of images could not be written: {error}.", fix)]
+    send(answers, {"problems": problems})

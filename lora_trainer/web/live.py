@@ -19,12 +19,12 @@ from starlette.responses import StreamingResponse
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.io import finite
+from lora_trainer.jobs.job_state import QueuedJob
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION
-from lora_trainer.web.children import Children
+from lora_trainer.web.children import Child
 from lora_trainer.web.machine_now import Machine
-from lora_trainer.web.queue_document import queue_document, stamp_of_queue
+from lora_trainer.web.queue_document import RunQueue
 from lora_trainer.web.run_columns import Tail
-from lora_trainer.web.run_list import Stamp
 from lora_trainer.web.run_rows import RunRows
 from lora_trainer.web.safety import JSON, Refusal
 from lora_trainer.web.tasks import TaskList
@@ -51,12 +51,12 @@ class Followed:
 class Watcher:
     """Looks once a second for what changed, and tells those who listen."""
 
-    def __init__(self, output: Path, runs: RunRows, children: Children, machine: Machine, tasks: TaskList) -> None:
-        self.output, self.runs, self.children, self.machine, self.tasks = output, runs, children, machine, tasks
+    def __init__(self, runs: RunRows, queue: RunQueue, machine: Machine, tasks: TaskList) -> None:
+        self.runs, self.queue, self.machine, self.tasks = runs, queue, machine, tasks
         self._task_rows: dict[str, dict[str, Any]] | None = None
         self._rows: dict[str, dict[str, Any]] | None = None
         self._followed: dict[str, Followed] = {}
-        self._queue: tuple[Stamp, ...] | None = None
+        self._queue: tuple[list[QueuedJob], list[Child]] | None = None
         self._machine_at = 0.0
         self._is_broken = False
         self.is_leaving: Callable[[], bool] = lambda: False
@@ -87,9 +87,9 @@ class Watcher:
             if changed or gone:
                 found.append({"runs": changed, "removed": gone})
         found.extend(self._new_rows(rows))
-        queue = stamp_of_queue(self.output, self.children)
+        queue = self.queue.jobs(), self.queue.workers()
         if self._queue not in (None, queue):
-            found.append({"queue": queue_document(self.output, self.children)})
+            found.append({"queue": self.queue.document()})
         self._queue = queue
         tasks = {row["id"]: row for row in self.tasks.rows()}
         if self._task_rows is not None:

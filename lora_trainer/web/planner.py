@@ -1,27 +1,23 @@
 """Settings resolved, checked and planned in a process of its own: a plan may load torch, and a model of a hub the network.
 
-The process reads a request as a line of JSON and writes the answer as another; it ends when its input does, so that none
-outlives the server. The one for plans stays for a while, since people change one setting after the other, and works offline.
+The one for plans stays for a while, since people change one setting after the other, and works offline.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.batch.folders import job_settings, shared_from_json
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Layer, Resolved, valid_settings
 from lora_trainer.core.errors import Problem, UserError, gathering
 from lora_trainer.core.io import finite
+from lora_trainer.core.json_process import JsonProcess, open_streams, send
+from lora_trainer.jobs.folders import job_settings, shared_from_json
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.folder import claim
 from lora_trainer.run.inputs import list_data, read_model
@@ -44,7 +40,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: JsonProcess | None = None
         self._idle: threading.Timer | None = None
 
     def ask(self, request: Request) -> dict[str, Any]:
@@ -52,7 +48,7 @@ class Planner:
         with self._lock:
             if self._idle is not None:
                 self._idle.cancel()
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None or not self._process.is_alive:
                 self._process = start({"HF_HUB_OFFLINE": "1"})
             try:
                 return answered(self._process, request)
@@ -67,56 +63,28 @@ class Planner:
         try:
             return answered(process, request)
         finally:
-            end(process)
+            process.close()
 
     def close(self) -> None:
         """End the process; the next question starts another."""
         with self._lock:
             if self._process is not None:
-                end(self._process)
+                self._process.close()
             self._process = None
 
 
-def start(environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lora_trainer.web.planner"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, **environment},
-        start_new_session=True,  # Ctrl-C is the server's
-    )
+def start(environment: Mapping[str, str]) -> JsonProcess:
+    return JsonProcess("lora_trainer.web.planner", environment, is_apart=True)
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-
-
-def answered(process: subprocess.Popen[str], request: Request) -> dict[str, Any]:
+def answered(process: JsonProcess, request: Request) -> dict[str, Any]:
     """The answer of a process to a request. Raises UserError with the problems that it names."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    watch = threading.Timer(LONGEST_SECONDS, process.kill)
-    watch.start()
     try:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        found: dict[str, Any] = json.loads(line) if line else {}
-    except (OSError, ValueError):
-        found = {}
-    finally:
-        watch.cancel()
-    if not found:
+        found: dict[str, Any] = process.ask(request, LONGEST_SECONDS)
+    except (TimeoutError, EOFError, ValueError):
         message = f"The plan was not made: its process ended, or took more than {LONGEST_SECONDS:.0f} s."
-        raise Refusal(503, Problem("process_lost", message, "Try again, or use `lora-trainer plan` in a terminal."))
+        fix = "Try again, or use `lora-trainer plan` in a terminal."
+        raise Refusal(503, Problem("process_lost", message, fix)) from None
     if "problems" in found:
         raise Refusal(422, [Problem(*each) for each in found["problems"]])
     return found
@@ -252,12 +220,6 @@ def main() -> None:
     own_process()
     hide(OPTIONAL)
     lists: dict[str, tuple[float, Data]] = {}
-    output = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        for line in sys.stdin:
-            output.write(json.dumps(finite(answer(json.loads(line), lists)), default=str) + "\n")
-            output.flush()
-
-
-if __name__ == "__main__":
-    main()
+    requests, answers = open_streams()
+    for line in requests:
+        send(answers, finite(answer(json.loads(line), lists)))

@@ -11,19 +11,26 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from lora_trainer.batch.changes import cancel_jobs, named_jobs, retry_jobs
-from lora_trainer.batch.folders import Shared, read_configs, read_root
-from lora_trainer.batch.job_store import EXECUTOR, RETRIES, ROOT, SHARED, TOGETHER, WAIT_MINUTES, NewJob
-from lora_trainer.batch.queue import JobQueue
-from lora_trainer.batch.stores import holds_batch, store_of
-from lora_trainer.batch.summary import write_summary
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.hardware import available_cpus
+from lora_trainer.jobs.changes import cancel_jobs, named_jobs, retry_jobs
+from lora_trainer.jobs.folders import Shared, read_configs, read_root
+from lora_trainer.jobs.job_state import (
+    EXECUTOR,
+    RETRIES,
+    ROOT,
+    SEVERAL_MACHINES,
+    SHARED,
+    TOGETHER,
+    WAIT_MINUTES,
+    NewJob,
+)
+from lora_trainer.jobs.job_store import FOLDER, JobStore, holds_batch, open_batch
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.console import Console
 from lora_trainer.web.asked_settings import AskedSettings, Text, layers_of, user_presets
-from lora_trainer.web.queue_document import queue_document, workers_of
 from lora_trainer.web.safety import JSON, Refusal, allowed
 from lora_trainer.web.server_state import ServerState, State
 
@@ -62,7 +69,7 @@ class Workers(BaseModel):
 @router.get("")
 def show_queue(state: State) -> Response:
     """The document of `batch status --json`, with progress, priorities and workers."""
-    return JSON(queue_document(state.output, state.children))
+    return JSON(state.queue.document())
 
 
 @router.post("", status_code=201)
@@ -77,7 +84,7 @@ def add_to_queue(asked: NewJobs, state: State) -> Response:
         if asked.dry_run:
             return JSON({"jobs": checked_jobs(state, asked, jobs), "dry_run": True})
         add_jobs(state, asked, jobs, asked.priority, asked.together)
-    return JSON(queue_document(state.output, state.children), 201)
+    return JSON(state.queue.document(), 201)
 
 
 def jobs_of(asked: NewJobs, state: ServerState) -> dict[str, Path]:
@@ -105,7 +112,7 @@ def checked_jobs(state: ServerState, asked: AskedSettings, jobs: Mapping[str, Pa
     request = {"do": "jobs", "jobs": {name: str(place) for name, place in jobs.items()}}
     shared = {"shared": shared_of(state, asked).to_json(), "roots": list(map(str, state.roots))}
     rows: list[dict[str, Any]] = state.planner.ask_once({**request, **shared})["jobs"]
-    taken = {job.name for job in store_of(state.output).read_jobs()} if holds_batch(state.output) else set()
+    taken = {FOLDER, *(job.name for job in state.queue.jobs())}  # the jobs' own folder is beside those of the runs
     for row in rows:
         if row["name"] in taken or (state.output / row["name"]).exists():
             fix = "Rename the folder or config, or delete that run."
@@ -140,17 +147,15 @@ def add_jobs(
         minutes = Config().checkpoint.wait_minutes
         empty = {ROOT: None, SHARED: Shared((), ()).to_json(), EXECUTOR: "local", TOGETHER: 1, RETRIES: 0}
         notes = {**empty, WAIT_MINUTES: minutes, **notes}
-    shared = shared_of(state, asked).to_json()
-    notes |= {f"{SHARED} {name}": shared for name in jobs}
-    known = [NewJob(job.name, job.data, job.priority) for job in queue.read_jobs()]
-    queue.enlist([*known, *(NewJob(name, place, priority) for name, place in jobs.items())], notes)
+    own = {SHARED: shared_of(state, asked).to_json()}
+    queue.enlist([NewJob(name, place, priority, own) for name, place in jobs.items()], notes, keep_others=True)
     write_summary(queue)
 
 
-def own_queue(output: Path) -> JobQueue:
-    """The queue of the folder, made where there is none. Raises Refusal for the jobs of a cluster."""
-    store = store_of(output) if holds_batch(output) else JobQueue(output)
-    if not isinstance(store, JobQueue):
+def own_queue(output: Path) -> JobStore:
+    """The jobs of the folder of runs, made where there are none. Raises Refusal for those of several machines."""
+    store = JobStore(output)
+    if store.read_note(SEVERAL_MACHINES):
         fix = "Use lora-trainer batch in a terminal, or another folder of runs: lora-trainer ui --output DIR"
         raise Refusal(
             409, Problem("queue_of_several_machines", "The jobs in this folder are those of several machines.", fix)
@@ -174,7 +179,7 @@ def changed(state: ServerState, what: Literal["cancel", "retry"], name: str) -> 
     text = io.StringIO()
     console = Console(file=text, highlight=False, markup=False, emoji=False, soft_wrap=True)
     (cancel_jobs if what == "cancel" else retry_jobs)(state.output, [name], console)
-    return JSON({"messages": text.getvalue().splitlines(), **queue_document(state.output, state.children)})
+    return JSON({"messages": text.getvalue().splitlines(), **state.queue.document()})
 
 
 @router.post("/{name}/priority")
@@ -183,34 +188,33 @@ def set_priority(name: str, asked: JobPriority, state: State) -> Response:
     with state.changing:
         queue = own_queue(state.output)
         named_jobs(queue, [name], "Order")
-        jobs = [
-            NewJob(job.name, job.data, asked.priority if job.name == name else job.priority)
-            for job in queue.read_jobs()
-        ]
-        queue.enlist(jobs)
-    return JSON(queue_document(state.output, state.children))
+        queue.set_priority(name, asked.priority)
+    return JSON(state.queue.document())
 
 
 @router.post("/work", status_code=201)
 def start_workers(asked: Workers, state: State) -> Response:
     """Start workers beside those that run. Each is `lora-trainer batch work`, and ends when no job waits."""
-    store_of(state.output)  # there are jobs
+    open_batch(state.output)  # there are jobs
     share = {"OMP_NUM_THREADS": str(max(1, available_cpus() // asked.workers))} if asked.workers > 1 else {}
     with state.changing:
-        taken = {child.name for child in workers_of(state.children)}
+        taken = {child.name for child in state.queue.workers()}
         names = [name for number in range(1, 1025) if (name := f"~worker-{number}") not in taken][: asked.workers]
         for number, name in enumerate(names):
-            gpu = {"CUDA_VISIBLE_DEVICES": str(asked.gpus[number % len(asked.gpus)])} if asked.gpus else {}
-            environment = {**(share if "OMP_NUM_THREADS" not in os.environ else {}), **gpu}
-            state.children.start(name, ["batch", "work", str(state.output)], environment=environment)
-    return JSON(queue_document(state.output, state.children), 201)
+            gpu = str(asked.gpus[number % len(asked.gpus)]) if asked.gpus else None
+            environment = dict(share) if "OMP_NUM_THREADS" not in os.environ else {}
+            if gpu is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = gpu
+            work = ["batch", "work", str(state.output)]
+            state.children.start(name, work, about={"gpu": gpu}, environment=environment)
+    return JSON(state.queue.document(), 201)
 
 
 @router.post("/stop")
 def stop_workers(state: State) -> Response:
     """Let the workers that were started here save and stop; their jobs wait again."""
-    workers = workers_of(state.children)
+    workers = state.queue.workers()
     for child in workers:
         child.stop()
     stopped = [child.name.lstrip("~") for child in workers]
-    return JSON({**queue_document(state.output, state.children), "stopped_workers": stopped})
+    return JSON({**state.queue.document(), "stopped_workers": stopped})

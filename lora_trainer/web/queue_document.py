@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch import queue
-from lora_trainer.batch.job_store import ROOT, TOGETHER
-from lora_trainer.batch.stores import holds_batch, store_of
-from lora_trainer.batch.summary import summary
-from lora_trainer.web.children import Child, Children
-from lora_trainer.web.run_list import Stamp, id_of, stamp_of
+from lora_trainer.jobs.job_state import ROOT, TOGETHER, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, holds_batch
+from lora_trainer.jobs.summary import summary
+from lora_trainer.web.run_list import id_of
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def queue_document(output: Path, children: Children) -> dict[str, Any]:
-    """The document of `batch status --json`, each job with its progress and priority; and the workers."""
-    workers = [
-        {"name": each.name.lstrip("~"), "pid": each.pid, "gpu": each.gpu, "started": each.started, "is_live": True}
-        for each in workers_of(children)
-    ]
-    if not holds_batch(output):
-        return {"jobs": [], "workers": workers, "together": 1}
-    store = store_of(output)
-    jobs = store.read_jobs()
-    document = summary(jobs, output, store.read_note(ROOT))
-    found = {job.name: {**asdict(job), "data": str(job.data), "id": id_of(output / job.name, output)} for job in jobs}
-    document["jobs"] = [{**found[each["name"]], **each} for each in document["jobs"]]
-    return {**document, "workers": workers, "together": store.read_note(TOGETHER) or 1}
+    from lora_trainer.web.children import Child, Children
 
 
-def workers_of(children: Children) -> list[Child]:
-    """The workers that run."""
-    return [child for child in children.all() if child.command == "work" and child.is_alive]
+class RunQueue:
+    """The jobs in a folder of runs. Any thread may call its methods."""
 
+    def __init__(self, output: Path, children: Children) -> None:
+        self.output, self.children = output, children
+        self._store: JobStore | None = None  # kept with what it has read
 
-def stamp_of_queue(output: Path, children: Children) -> tuple[Stamp, ...]:
-    """What changes when the document does."""
-    return (stamp_of(output / queue.FILE), *((child.pid, 0, 0) for child in workers_of(children)))
+    def document(self) -> dict[str, Any]:
+        """The document of `batch status --json`, each job with its progress and priority; and the workers."""
+        workers = [
+            {
+                "name": each.name.lstrip("~"),
+                "pid": each.pid,
+                "gpu": each.about.get("gpu"),
+                "started": each.started,
+                "is_live": True,
+            }
+            for each in self.workers()
+        ]
+        if (store := self._opened()) is None:
+            return {"jobs": [], "workers": workers, "together": 1}
+        jobs = store.read_jobs()
+        document = summary(jobs, self.output, store.read_note(ROOT))
+        own = {job.name: {**asdict(job), "data": str(job.data), "id": self._id_of(job)} for job in jobs}
+        document["jobs"] = [{**own[each["name"]], **each} for each in document["jobs"]]
+        return {**document, "workers": workers, "together": store.read_note(TOGETHER) or 1}
+
+    def jobs(self) -> list[QueuedJob]:
+        store = self._opened()
+        return [] if store is None else store.read_jobs()
+
+    def workers(self) -> list[Child]:
+        """The workers that run."""
+        return [child for child in self.children.all() if child.command == "work" and child.is_alive]
+
+    def _opened(self) -> JobStore | None:
+        """The jobs; None where none was ever added, or the folder was deleted."""
+        if not holds_batch(self.output):
+            self._store = None
+        elif self._store is None:
+            self._store = JobStore(self.output)
+        return self._store
+
+    def _id_of(self, job: QueuedJob) -> str:
+        return id_of(self.output / job.name, self.output)

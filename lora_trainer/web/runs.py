@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from lora_trainer.batch.stores import holds_batch, store_of
 from lora_trainer.config.toml import section_types
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json
+from lora_trainer.jobs.job_store import JobStore, holds_batch
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of, text
@@ -257,7 +257,7 @@ def cancel_job(folder: Path) -> bool:
     """Cancel the job that trains in this folder; False where it is none of a batch."""
     if not holds_batch(folder.parent):
         return False
-    store = store_of(folder.parent)
+    store = JobStore(folder.parent)
     if not any(job.name == folder.name and job.status == "running" for job in store.read_jobs()):
         return False
     store.cancel([folder.name])

@@ -18,6 +18,7 @@ from lora_trainer.web.live import Watcher
 from lora_trainer.web.lora_list import LoraList
 from lora_trainer.web.machine_now import Machine
 from lora_trainer.web.planner import Planner
+from lora_trainer.web.queue_document import RunQueue
 from lora_trainer.web.run_columns import MetricsOfRuns
 from lora_trainer.web.run_list import OWN, RunList
 from lora_trainer.web.run_rows import RunRows
@@ -83,7 +84,11 @@ class ServerState:
 
     @cached_property
     def children(self) -> Children:
-        return Children(self.own)
+        return Children(self.own / "started")
+
+    @cached_property
+    def queue(self) -> RunQueue:
+        return RunQueue(self.output, self.children)
 
     @cached_property
     def run_rows(self) -> RunRows:
@@ -103,7 +108,7 @@ class ServerState:
 
     @cached_property
     def watcher(self) -> Watcher:
-        return Watcher(self.output, self.run_rows, self.children, self.machine, self.tasks)
+        return Watcher(self.run_rows, self.queue, self.machine, self.tasks)
 
 
 def state_of(request: Request) -> ServerState:

@@ -1,4 +1,4 @@
-"""The process of a task: runs a command of lora-trainer, keeps what it prints, and writes down how it ended."""
+"""The process of a task: runs a command of lora-trainer, keeps its document, and writes down how it ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from types import FrameType
 
 from lora_trainer.core.io import write_json
 
-DOCUMENT, LOG, END = "document.json", "log.txt", "end.json"
+DOCUMENT, END = "document.json", "end.json"
 
 
 def run(folder: Path, module: str, arguments: Sequence[str]) -> None:
-    """Run the command, `lora_trainer` or another module; its standard output is the document, its standard error the log."""
-    with open(folder / DOCUMENT, "wb") as document, open(folder / LOG, "wb") as log:
+    """Run the command, `lora_trainer` or another module; its standard output is the document, and its standard error that of
+    this process, a log.
+    """
+    with open(folder / DOCUMENT, "wb") as document:
         started: list[subprocess.Popen[bytes]] = []
         is_stopped = threading.Event()
 
@@ -29,7 +31,7 @@ def run(folder: Path, module: str, arguments: Sequence[str]) -> None:
 
         signal.signal(signal.SIGTERM, stop)  # first: a command that has just begun must not stay behind
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=document, stderr=log
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=document
         )
         started.append(process)
         if is_stopped.is_set():

@@ -1,7 +1,6 @@
 """`/api/tasks`: commands that the server runs for the page and that end: checks, captions, tools for LoRA files.
 
-Each is a process of its own with a folder below the server's: what was started, what it printed (`--json`'s document apart
-from the rest), and how it ended. So the end of the server does not reach it, and the next server knows it.
+Each is a process of its own (`children.py`), which keeps `--json`'s document apart from the rest, and how it ended.
 """
 
 from __future__ import annotations
@@ -9,13 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +17,11 @@ from fastapi import APIRouter, Query, Request, Response
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, Problem
 from lora_trainer.core.findings import printable_lines
-from lora_trainer.core.io import read_json, write_json
-from lora_trainer.web.children import error_among, is_running, read_end, stop_process
-from lora_trainer.web.run_list import process_start
+from lora_trainer.core.io import read_json
+from lora_trainer.web.children import Child, Children, error_among, read_end, stop_process
 from lora_trainer.web.safety import JSON, Refusal
-from lora_trainer.web.task_process import DOCUMENT, END, LOG
+from lora_trainer.web.task_process import DOCUMENT, END
 
-TASK = "task.json"
 MOST_RUNNING = 4
 MOST_KEPT = 200
 MOST_DOCUMENT = 64_000_000  # bytes
@@ -40,27 +32,12 @@ STOPPED = (130, 143)
 router = APIRouter(prefix="/api/tasks", default_response_class=JSON)
 
 
-@dataclass(frozen=True)
-class StartedTask:
-    """A command that was started. `about` is what the page wants to know again, such as the dataset."""
-
-    id: str
-    kind: str
-    title: str
-    arguments: tuple[str, ...]
-    about: Mapping[str, Any]
-    pid: int
-    created: float  # as the system has it
-    started: float
-
-
 class TaskList:
     """The commands that were started for the page. Any thread may call its methods."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.children = folder, Children(folder)
         self._lock = threading.Lock()
-        self._own: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: dict[str, dict[str, Any]] = {}  # rows that do not change any more
 
     def start(
@@ -74,37 +51,22 @@ class TaskList:
     ) -> dict[str, Any]:
         """Start `lora-trainer ARGUMENTS`, or another module of the program with them; the row of the task. Raises Refusal where too many run, OSError."""
         with self._lock:
-            rows = self._rows()
+            rows = self.rows()
             if sum(row["status"] == "running" for row in rows) >= MOST_RUNNING:
                 fix = "Wait for the end of one, or stop one."
                 raise Refusal(409, Problem("too_many_tasks", f"{MOST_RUNNING} tasks run already.", fix))
             for row in rows[MOST_KEPT - 1 :]:
                 self._remove(row)
-            number = 1 + max((int(each.name) for each in numbered_folders(self.folder)), default=0)
-            place = self.folder / str(number)
-            place.mkdir(parents=True)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lora_trainer.web.task_process", str(place), module, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
-            self._own[process.pid] = process
-            created, now = process_start(process.pid) or time.time(), time.time()
-            task = StartedTask(str(number), kind, title, tuple(arguments), about or {}, process.pid, created, now)
-            try:
-                write_json(place / TASK, asdict(task))
-            except OSError:  # a full disk: a task that nobody sees must not run
-                process.terminate()
-                raise
-            return self._row(task)
+            number = str(1 + max((int(each.name) for each in numbered_folders(self.folder)), default=0))
+            program = ("lora_trainer.web.task_process", str(self.folder / number), module)
+            shown = {"kind": kind, "title": title, "about": dict(about or {})}
+            return self._row_of(self.children.start(number, arguments, about=shown, program=program))
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each task, the newest first."""
-        with self._lock:
-            return self._rows()
+        found = [self._row(folder.name) for folder in numbered_folders(self.folder)]
+        self.children.reap()
+        return [row for row in found if row is not None]
 
     def newest(self, kind: str, about: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """The row of the newest task of this kind, and about this, that has a result."""
@@ -120,16 +82,11 @@ class TaskList:
 
     def row(self, task: str) -> dict[str, Any]:
         """The row of a task. Raises Refusal where there is none."""
-        missing = Refusal(404, Problem("task_missing", f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
-        if not task.isdecimal():
-            raise missing
-        with self._lock:
-            try:
-                return self._read(task)
-            except (OSError, ValueError, TypeError):
-                raise missing from None
-            finally:
-                self._reap()
+        row = self._row(task) if task.isdecimal() else None
+        self.children.reap()
+        if row is None:
+            raise Refusal(404, Problem("task_missing", f"There is no task {task[:100]}.", "GET /api/tasks lists them."))
+        return row
 
     def document(self, task: str) -> Any:
         """What `--json` of an ended command printed; None where that is no document. Raises Refusal for no task."""
@@ -141,7 +98,7 @@ class TaskList:
 
     def log(self, task: str, tail: int) -> str:
         """The end of what a command printed beside its document. Raises Refusal for no task."""
-        return end_of(self.folder / self.row(task)["id"] / LOG, tail)
+        return end_of(self.children.log(self.row(task)["id"]), tail)
 
     def stop(self, task: str) -> None:
         """Let a command stop, as Ctrl-C does. Raises Refusal where it has ended."""
@@ -158,43 +115,36 @@ class TaskList:
         with self._lock:
             self._remove(row)
 
-    def _rows(self) -> list[dict[str, Any]]:
-        found = []
-        for folder in numbered_folders(self.folder):
-            with contextlib.suppress(OSError, ValueError, TypeError):  # its start was not whole
-                found.append(self._read(folder.name))
-        self._reap()
-        return found
+    def _row(self, name: str) -> dict[str, Any] | None:
+        """The row of a task; None where its start was not whole."""
+        if name in self._ended:
+            return self._ended[name]
+        child = self.children.of(name)
+        return None if child is None else self._row_of(child)
 
-    def _reap(self) -> None:
-        for pid in [pid for pid, process in self._own.items() if process.poll() is not None]:
-            del self._own[pid]  # and no zombie stays
-
-    def _read(self, name: str) -> dict[str, Any]:
-        return self._ended.get(name) or self._row(StartedTask(**read_json(self.folder / name / TASK)))
-
-    def _row(self, task: StartedTask) -> dict[str, Any]:
-        place = self.folder / task.id
-        is_alive = is_running(task.pid, task.created)  # asked before its end is read, which it may write meanwhile
+    def _row_of(self, child: Child) -> dict[str, Any]:
+        is_alive = child.is_alive  # asked before its end is read, which it may write meanwhile
         try:
-            end = read_json(place / END)
+            end = read_json(self.folder / child.name / END)
         except (OSError, ValueError):
             end = {"exit_code": None, "ended": None}
         code = end["exit_code"]
         status = "done" if code in WITH_RESULT else "stopped" if code in STOPPED else "failed"
         if is_alive:
             status = "running"
-        words = end_of(place / LOG, LAST_LINE).strip().splitlines()
+        words = end_of(self.children.log(child.name), LAST_LINE).strip().splitlines()
         last = error_among(words) if status == "failed" else (words or [""])[-1]
-        row = {**asdict(task), "arguments": list(task.arguments), **end, "status": status, "last_line": last[:1000]}
+        row = {"id": child.name, **child.about, "arguments": list(child.arguments)}
+        row |= {"pid": child.pid, "created": child.created, "started": child.started}
+        row |= {**end, "status": status, "last_line": last[:1000]}
         if status != "running":
-            self._ended[task.id] = row
+            self._ended[child.name] = row
         return row
 
     def _remove(self, row: Mapping[str, Any]) -> None:
         if row["status"] != "running":
             self._ended.pop(row["id"], None)
-            shutil.rmtree(self.folder / row["id"], ignore_errors=True)
+            self.children.forget(row["id"])
 
 
 def numbered_folders(place: Path) -> list[Path]:

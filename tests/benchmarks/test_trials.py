@@ -24,7 +24,7 @@ from lora_trainer.benchmarks.trials.specs import Spec
 from lora_trainer.cli.main import main
 from lora_trainer.models import unet
 from lora_trainer.models.compiled import MOST_SHAPES
-from tests.batch.childs_work import end_at_once, sleep
+from tests.jobs.childs_work import end_at_once, sleep
 from tests.recipes.recipe import Bench, draw_images, patched, save_tiny_model
 
 THIN = ("model.family=sd15", "data.resolution=64", "lora.rank=16")

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from lora_trainer.api import ProductionTrainer
-from lora_trainer.batch.folders import Shared, job_settings
-from lora_trainer.batch.job_document import make_job, read_settings
 from lora_trainer.config.contradictions import Settings, idle
 from lora_trainer.config.layers import Layer, Resolved, flattened, resolve
 from lora_trainer.config.needs import EXAMPLES, how_to_use, needs_in_words, needs_of, settings_with_needs, unmet
@@ -21,6 +19,8 @@ from lora_trainer.config.tables import names_for, names_that_read
 from lora_trainer.config.toml import setting_names
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.sources.names import SETTINGS_FILE
+from lora_trainer.jobs.folders import Shared, job_settings
+from lora_trainer.jobs.job_document import make_job, read_settings
 from lora_trainer.optim.optimizers import OPTIMIZERS
 
 # A value other than the default for each setting that needs another one.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lora_trainer.core.json_process import JsonProcess
 from lora_trainer.data.images import decode, workers
 from lora_trainer.data.images.decode import measure_images
 from lora_trainer.data.images.images import opened
@@ -74,21 +75,22 @@ def test_a_decoder_that_crashes_or_blocks_loses_only_its_image(
 ) -> None:
     """The worker of one image is killed each time. The others are measured."""
     samples = [sample(tmp_path / f"{number}.png", number) for number in range(5)]
-    true = workers.Worker.run
+    true = JsonProcess.ask
 
-    def ask(worker: workers.Worker, job: str, what: list[list[str]], seconds: float) -> object:
+    def ask(worker: JsonProcess, request: tuple[str, list[list[str]]], seconds: float) -> object:
+        _, what = request
         if any(str(each[0]).endswith("3.png") for each in what):
             stop = signal.SIGKILL if how == "crash" else signal.SIGSTOP
             os.kill(worker._process.pid, stop)
             seconds = 0.2 if how == "hang" else seconds
-        return true(worker, job, what, seconds)
+        return true(worker, request, seconds)
 
-    monkeypatch.setattr(workers.Worker, "run", ask)
+    monkeypatch.setattr(JsonProcess, "ask", ask)
     seen = measure_images(samples)
     broken = [number for number, each in enumerate(seen) if each.broken]
     assert broken == [3]
     assert word in str(seen[3].broken)
-    monkeypatch.setattr(workers.Worker, "run", true)
+    monkeypatch.setattr(JsonProcess, "ask", true)
     assert all(each.broken is None for each in measure_images(samples)), "what a crash said is not kept"
 
 

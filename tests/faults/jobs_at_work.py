@@ -13,10 +13,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_trainer.batch.job_files import JobFiles
-from lora_trainer.batch.job_store import Ending, NewJob, QueuedJob
-from lora_trainer.batch.stores import holds_batch
-from lora_trainer.batch.summary import write_summary
+from lora_trainer.jobs.job_state import Ending, NewJob, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, holds_batch
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.progress import Progress
 from tests.faults.disk import Mode, Page, loaded_page
 
@@ -31,7 +30,7 @@ AFTER_SUBMISSION, AFTER_FIRST_END, AFTER_CANCEL = 1, 3, 4  # steps of `work`
 
 def work(output: Path) -> Iterator[None]:
     """What a submitter, a worker and a person at the command line do, step by step."""
-    store = JobFiles(output)
+    store = JobStore(output)
     store.write_note("retries", 0)
     store.enlist(JOBS)
     yield
@@ -50,7 +49,7 @@ def work(output: Path) -> Iterator[None]:
     yield
 
 
-def claimed(store: JobFiles) -> QueuedJob:
+def claimed(store: JobStore) -> QueuedJob:
     job = store.claim()
     assert job is not None
     return job
@@ -84,7 +83,7 @@ def problems_after(output: Path, page: Page, code: int, mode: Mode) -> list[str]
     steps = page.steps
     if steps and not holds_batch(output):
         return [*found, "the batch is gone"]
-    store = JobFiles(output)
+    store = JobStore(output)
     before = {job.name: job for job in store.read_jobs()}
     if set(before) not in (set(), set(NAMES)):
         found.append(f"half submitted: {sorted(before)}")

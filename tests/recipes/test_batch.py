@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.batch import job_files, job_store, queue, worker
-from lora_trainer.batch.job_store import Ending, NewJob
-from lora_trainer.batch.queue import JobQueue
-from lora_trainer.batch.stores import store_of
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core import hardware
 from lora_trainer.core.interrupt import signalled
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs import job_document, job_state, job_store, worker
+from lora_trainer.jobs.job_state import Ending, NewJob
+from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run.train import RunResult
@@ -214,7 +213,7 @@ def test_a_second_batch_does_nothing_until_a_folder_is_fixed(over, tmp_path, cap
     assert "holds a batch already" in capsys.readouterr().err
     assert night.run("--resume") == 2, "a batch of another ROOT, which is still there"
     assert "holds a batch of" in capsys.readouterr().err
-    JobQueue(night.output).write_note("root", str(night.root))
+    JobStore(night.output).write_note("root", str(night.root))
     (night.root / "fir" / "lora.toml").unlink()
     before = contents(night.output / "ash")
     assert night.run("--resume") == 3
@@ -272,9 +271,9 @@ def test_a_killed_batch_trains_nothing_twice(night, steps_trained, monkeypatch):
     def die() -> None:
         raise PowerCut
 
-    host, number, started = json.loads(job_store.this_process())
-    dead = json.dumps([host, number, started - 1000])
-    cut, unheld = patched(Trackers, "steps", in_run("birch", 3, die)), patched(queue, "this_process", lambda: dead)
+    host, number, started, machine = json.loads(job_state.this_process())
+    dead = json.dumps([host, number, started - 1000, machine])
+    cut, unheld = patched(Trackers, "steps", in_run("birch", 3, die)), patched(job_store, "this_process", lambda: dead)
     with cut, unheld, pytest.raises(PowerCut):
         night.run()
     first = contents(night.output / "ash")
@@ -364,7 +363,7 @@ def test_jobs_are_cancelled_and_retried(night, monkeypatch, capsys):
 
 
 def test_cancel_and_retry_name_what_they_cannot_do(night, capsys):
-    store = JobQueue(night.output)
+    store = JobStore(night.output)
     store.write_note("root", str(night.root))
     store.enlist([NewJob(name, night.root / name) for name in ("ash", "birch")])
     refused, output = store.claim(), str(night.output)
@@ -402,7 +401,7 @@ def test_filling_a_queue_again_adds_new_folders_and_repeats_no_failure(night):
     ("arguments", "expected"),
     [
         (["work"], "batch work needs the --output of a batch."),
-        (["status", "absent"], "absent contains no batch (neither batch.sqlite nor jobs)."),
+        (["status", "absent"], "absent contains no batch (no folder jobs)."),
         (["work", "absent", "--preset", "12gb"], "batch work takes no settings."),
         (["wrok", "absent"], "Unknown action wrok. Did you mean work?"),
     ],
@@ -456,14 +455,14 @@ def test_one_job_is_worked_on_by_its_name(night, capsys):
     with patched(worker, "train", quick_training(seen, 5)):
         assert main([*work, "birch"]) == 5
     assert night.jobs("status") == {"ash": "waiting", "birch": "waiting", "cedar": "waiting"}
-    (birch,) = [job for job in store_of(night.output).read_jobs() if job.retry_in is not None]
+    (birch,) = [job for job in open_batch(night.output).read_jobs() if job.retry_in is not None]
     assert birch.name == "birch"
     assert main(["batch", "retry", str(night.output), "birch"]) == 0
     with patched(worker, "train", quick_training(seen, 4)):
         assert main([*work, "birch"]) == 4
         assert main([*work, "birch"]) == 4, "it is not run again"
-    with patched(job_files, "this_process", lambda **named: json.dumps(["elsewhere", 1, 1.0])):
-        assert store_of(night.output).claim("ash") is not None
+    with patched(job_store, "this_process", lambda: json.dumps(["elsewhere", 1, 1.0, "another start"])):
+        assert open_batch(night.output).claim("ash") is not None
     capsys.readouterr()
     assert main([*work, "ash"]) == 0
     assert "ash: another process trains it" in capsys.readouterr().out
@@ -487,7 +486,7 @@ def test_a_worker_refuses_data_that_is_not_what_was_submitted(night, capsys):
         assert main(["batch", "retry", str(night.output), "ash"]) == 0
         assert main(work) == 0
     assert night.jobs("status") == {"ash": "done"}
-    with patched(job_files, "__version__", "99.1"):
+    with patched(job_document, "__version__", "99.1"):
         shutil.rmtree(night.output / "ash")
         assert night.run("--jobs", "0", "--resume") == 0
     assert night.jobs("status") == {"ash": "waiting"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch.queue import JobQueue
+from lora_trainer.jobs.job_store import JobStore
 from tests.recipes.recipe import exported, rows
 from tests.recipes.test_batch import Night, make_root
 
@@ -93,7 +93,7 @@ def test_workers_do_not_outlive_a_killed_batch(night: Night, checkout: Path) -> 
     until(lambda: has_steps(night, "ash", 3))
     process.kill()
     process.communicate(timeout=400)  # ends when the workers have closed their inherited pipes
-    store = JobQueue(night.output)
+    store = JobStore(night.output)
     until(lambda: all(job.status != "running" for job in store.read_jobs()))
     assert {job.status for job in store.read_jobs()} <= {"stopped", "waiting", "done"}
     finish(night, checkout)

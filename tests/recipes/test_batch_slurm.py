@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch.executors import slurm
-from lora_trainer.batch.stores import store_of
 from lora_trainer.cli.main import main
+from lora_trainer.jobs.executors import slurm
+from lora_trainer.jobs.job_store import open_batch
 from tests.recipes.recipe import Bench, draw_images
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="SLURM is for POSIX")
@@ -88,7 +88,7 @@ def test_an_array_is_submitted_and_what_never_begins_is_one_message(cluster, cap
     assert "SLURM: 2 submitted, at most 3 at once" in said.out
     assert said.err.startswith("error: not in SLURM any more: ash, birch: there is no log of them in ")
     assert "Choose an --output on a disk that the nodes share with this machine" in said.err
-    tasks = store_of(cluster.output).read_note(slurm.TASKS)
+    tasks = open_batch(cluster.output).read_note(slurm.TASKS)
     assert tasks == {"birch": "7_0", "ash": "7_1"}, "the first task is that of the highest priority"
     assert cluster.read("cancelled") == "--quiet 7_1 7_0\n"
 
@@ -110,7 +110,7 @@ def test_a_second_submission_takes_only_what_is_not_in_slurm(cluster):
     cluster.run()
     cluster.write("queue", "7_1\n99\n")
     assert cluster.run("--resume") == 2
-    assert store_of(cluster.output).read_note(slurm.TASKS) == {"birch": "8", "ash": "7_1"}
+    assert open_batch(cluster.output).read_note(slurm.TASKS) == {"birch": "8", "ash": "7_1"}
 
 
 def test_cancel_takes_the_task_out_of_slurm(cluster, capsys):
@@ -137,7 +137,7 @@ def test_a_task_trains_its_job_and_no_other(task):
     with pytest.raises(SystemExit) as left:
         slurm.work_on_node(str(task.output), "ash")
     assert left.value.code == 0
-    assert {job.name: job.status for job in store_of(task.output).read_jobs()} == {"ash": "done", "birch": "waiting"}
+    assert {job.name: job.status for job in open_batch(task.output).read_jobs()} == {"ash": "done", "birch": "waiting"}
     assert task.read("controlled") == ""
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_trainer.batch import worker
-from lora_trainer.batch.queue import JobQueue
 from lora_trainer.core.interrupt import signalled
 from lora_trainer.core.io import read_json
+from lora_trainer.jobs import worker
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.run.requesting import send_request
 from lora_trainer.training import feed, run_group
 from lora_trainer.training.metrics import Metrics
@@ -206,7 +206,7 @@ def test_a_cancelled_run_stops_by_itself(night: Night, monkeypatch: pytest.Monke
     def cancelling(self: Any, state: Any, *more: Any) -> None:
         real(self, state, *more)
         if self._run.folder.name == "birch" and state.step == 1:
-            JobQueue(night.output).cancel(["birch"])
+            JobStore(night.output).cancel(["birch"])
             wait_until(lambda: signalled())
 
     monkeypatch.setattr(worker, "LOOK_SECONDS", 0.05)

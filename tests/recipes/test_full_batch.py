@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.batch import job_store, live_table, queue, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs import job_state, job_store, live_table, worker
 from lora_trainer.monitor.progress import Progress
 from lora_trainer.run.order import Order
 from lora_trainer.run.train import RunResult
@@ -63,25 +63,25 @@ def test_a_batch_waits_for_disk_space(night, capsys, monkeypatch, died):
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place) if name == "ash" else None))
         with in_pauses(lambda what: (place / BALLAST).unlink(missing_ok=True)) as pauses:
             assert night.run() == 0
-        assert "batch.sqlite" in pauses
+        assert "the list of jobs" in pauses
         assert night.jobs("status") == {"ash": "done", "birch": "done"}
         assert night.log("birch").splitlines() == ["begun", "step 1", "step 2", "step 3"]
         printed = capsys.readouterr()
-        assert printed.out.count("batch.sqlite needs room") == 1
+        assert printed.out.count("The list of jobs needs room") == 1
         assert "What each run saved is safe." in printed.out
         assert "Traceback" not in printed.err
     assert not died
 
 
 def test_a_batch_without_disk_space_ends_with_5_and_resumes(night, capsys, monkeypatch, died):
-    host, number, started = json.loads(job_store.this_process())
-    gone = json.dumps([host, number, started - 1000])
+    host, number, started, machine = json.loads(job_state.this_process())
+    gone = json.dumps([host, number, started - 1000, machine])
     with small_disk(night.output, "3m") as place:
         monkeypatch.setattr(worker, "train", quick_job(lambda name: fill_up(place)))
-        with patched(queue, "this_process", lambda: gone):  # as when the next one comes
+        with patched(job_store, "this_process", lambda: gone):  # as when the next one comes
             assert night.run(checkpoint__wait_minutes=0) == 5
         printed = capsys.readouterr()
-        assert "batch.sqlite needs room, and the disk of" in printed.err
+        assert "The list of jobs needs room, and the disk of" in printed.err
         assert "What each run saved is safe. Free space there, then continue with --resume." in printed.err
         assert "a bug" not in printed.err
         (place / BALLAST).unlink()

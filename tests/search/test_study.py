@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from lora_trainer.batch.folders import Shared
-from lora_trainer.batch.job_store import this_process
+from lora_trainer.jobs.folders import Shared
+from lora_trainer.jobs.job_state import this_process
 from lora_trainer.search import study as studies
 from lora_trainer.search.space import Parameter
 from lora_trainer.search.study import (
@@ -67,9 +67,9 @@ def test_a_search_that_was_killed_suggests_the_same(sampler, tmp_path, monkeypat
     search(tmp_path / "whole", plan)
     begin(tmp_path / "killed", plan, 7)
     search(tmp_path / "killed", plan, until=4)
-    host, number, started = json.loads(this_process())
+    host, number, started, machine = json.loads(this_process())
     with monkeypatch.context() as dead:
-        dead.setattr(studies, "this_process", lambda: json.dumps([host, number, started - 1000]))
+        dead.setattr(studies, "this_process", lambda: json.dumps([host, number, started - 1000, machine]))
         lost = claim_trial(tmp_path / "killed", open_study(tmp_path / "killed"), plan)
     assert lost is not None
     assert lost.number == 4
@@ -96,8 +96,8 @@ def test_a_trial_of_a_living_process_is_left_alone_and_a_released_one_is_not(tmp
 def test_a_trial_that_kills_each_process_fails_in_the_end(tmp_path, monkeypatch):
     plan = make_plan("random")
     begin(tmp_path / "a", plan, 2)
-    host, number, started = json.loads(this_process())
-    monkeypatch.setattr(studies, "this_process", lambda: json.dumps([host, number, started - 1000]))
+    host, number, started, machine = json.loads(this_process())
+    monkeypatch.setattr(studies, "this_process", lambda: json.dumps([host, number, started - 1000, machine]))
     claimed = [claim_trial(tmp_path / "a", open_study(tmp_path / "a"), plan) for _ in range(4)]
     assert [trial.number for trial in claimed if trial is not None] == [0, 0, 0, 1]
     first, second = read_trials(open_study(tmp_path / "a"))

@@ -57,7 +57,7 @@ def client(place: Path) -> Iterator[TestClient]:
         any(row["status"] == "running" for row in client.get("/api/tasks").json()["tasks"]) and time.monotonic() < end
     ):
         time.sleep(0.05)
-    while app_of(client).state.server.tasks._own and time.monotonic() < end:  # ended, and to be waited for
+    while app_of(client).state.server.tasks.children._own and time.monotonic() < end:  # ended, and to be waited for
         client.get("/api/tasks")
 
 
@@ -424,9 +424,10 @@ def test_a_check_puts_its_findings_at_the_images(client: TestClient, own: Path) 
     files = [{"path": str(own / "b.png"), "findings": [finding, old]}, {"path": str(own / "a.png"), "findings": []}]
     document = {"score": 0.5, "passed": False, "gate": 0.8, "samples": 4, "files": files, "findings": [general]}
     (folder / "document.json").write_text(json.dumps(document), encoding="utf-8")
-    task = {"id": "900", "kind": "check", "title": "Check", "arguments": [], "about": {"dataset": str(own)}}
+    shown = {"kind": "check", "title": "Check", "about": {"dataset": str(own)}}
+    task = {"name": "900", "arguments": ["check"], "about": shown}
     task |= {"pid": 1, "created": 0.0, "started": time.time() + 5.0}
-    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    (folder / "process.json").write_text(json.dumps(task), encoding="utf-8")
     (folder / "end.json").write_text(json.dumps({"exit_code": 3, "ended": time.time()}), encoding="utf-8")
     try:
         found = images_of(client, own, finding="blurred")

@@ -13,9 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from lora_trainer.core.io import write_json
+from lora_trainer.web.children import PROCESS
 from lora_trainer.web.doctor_api import COMMAND
 from lora_trainer.web.task_process import DOCUMENT, END
-from lora_trainer.web.tasks import TASK, TaskList
+from lora_trainer.web.tasks import TaskList
 from tests.conftest import needs_links
 from tests.web.site import app_of, problems_of, site, write_run
 
@@ -36,8 +37,9 @@ def write_check(client: TestClient, number: int, document: object, *, code: int 
     place = tasks.folder / str(number)
     place.mkdir(parents=True)
     about = {"run": run}
-    task = {"id": str(number), "kind": "doctor", "title": "Check", "arguments": ["doctor"], "about": about}
-    write_json(place / TASK, {**task, "pid": 2**22 + number, "created": 1.0, "started": 100.0 + number})
+    shown = {"kind": "doctor", "title": "Check", "about": about}
+    task = {"name": str(number), "arguments": ["doctor"], "about": shown}
+    write_json(place / PROCESS, {**task, "pid": 2**22 + number, "created": 1.0, "started": 100.0 + number})
     (place / DOCUMENT).write_text(document if isinstance(document, str) else json.dumps(document), encoding="utf-8")
     write_json(place / END, {"exit_code": code, "ended": 103.0 + number})
 

@@ -85,14 +85,14 @@ def test_new_and_deleted_runs_are_named(state: ServerState, tmp_path: Path) -> N
 def test_a_start_that_fails_is_reported(state: ServerState, tmp_path: Path) -> None:
     """A process that ends before it has written a record: a page would wait for its first step forever."""
     state.watcher.look()
-    started = {"name": "dog", "command": "train", "pid": os.getpid(), "created": process_start(os.getpid())}
-    write_json(tmp_path / ".ui" / "started" / "dog.json", {**started, "started": 2000.0})
+    started = {"name": "dog", "arguments": ["train"], "about": {}, "pid": os.getpid()}
+    started["created"] = process_start(os.getpid())
+    write_json(tmp_path / ".ui" / "started" / "dog" / "process.json", {**started, "started": 2000.0})
     (changed,) = without_machine(state.watcher.look())
     assert [(each["id"], each["status"], each["is_live"]) for each in changed["runs"]] == [("dog", "starting", True)]
-    log = tmp_path / ".ui" / "logs" / "dog.log"
-    log.parent.mkdir()
+    log = tmp_path / ".ui" / "started" / "dog" / "log.txt"
     log.write_text("error: no such model", encoding="utf-8")
-    write_json(tmp_path / ".ui" / "started" / "dog.json", {**started, "created": 1.0, "started": 2000.0})
+    write_json(tmp_path / ".ui" / "started" / "dog" / "process.json", {**started, "created": 1.0, "started": 2000.0})
     (changed,) = without_machine(state.watcher.look())
     assert [(each["status"], each["reason"]) for each in changed["runs"]] == [("failed", "error: no such model")]
 
@@ -107,7 +107,7 @@ def test_after_a_look_that_failed_pages_ask_for_all_again(
         raise PermissionError("the queue cannot be read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(live, "stamp_of_queue", fail)
+        patched.setattr(state.queue, "jobs", fail)
         assert [watcher.looked(), watcher.looked()] == [[], []]
     assert capsys.readouterr().err.count("PermissionError: the queue cannot be read") == 1
     assert without_machine(watcher.looked()) == [{"reconnected": True}]
@@ -133,7 +133,7 @@ def test_listeners_get_messages_and_slow_ones_are_let_go(
     monkeypatch.setattr(live, "EVERY_SECONDS", 0.001)
     monkeypatch.setattr(live, "MOST_WAITING", 4)
     monkeypatch.setattr(live, "MACHINE_SECONDS", 0.0)  # a message at each look
-    watcher = Watcher(tmp_path, state.run_rows, state.children, state.machine, state.tasks)
+    watcher = Watcher(state.run_rows, state.queue, state.machine, state.tasks)
 
     async def listen() -> tuple[str, str, int]:
         reading, sleeping = watcher.listen(), watcher.listen()

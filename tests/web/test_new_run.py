@@ -153,7 +153,7 @@ def test_a_process_is_known_by_its_number_and_start(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert "VRAM presets" in children.log("cat").read_text("utf-8")
     assert [each.name for each in children.all()] == ["cat"]
-    path = tmp_path / "started" / "cat.json"
+    path = tmp_path / "cat" / "process.json"
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "pid": os.getpid()}), encoding="utf-8")
     again = children.of("cat")
     assert again is not None

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from lora_trainer.batch.job_document import settings_of
-from lora_trainer.batch.job_files import JobFiles
-from lora_trainer.batch.job_store import Ending
-from lora_trainer.batch.queue import JobQueue
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs.job_document import settings_of
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, Ending
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.web.children import Child
 from lora_trainer.web.run_list import process_start
 from lora_trainer.web.server_state import ServerState
@@ -45,14 +44,14 @@ def test_folders_become_jobs_and_all_is_as_batch_has_it(client: TestClient, tmp_
     sent = {"root": str(root), "presets": ["12gb"], "settings": {"lora.rank": 4}}
     dry = client.post("/api/queue", json={**sent, "dry_run": True}).json()
     assert [(job["name"], job["problems"]) for job in dry["jobs"]] == [("ash", []), ("birch", [])]
-    assert not (tmp_path / "runs" / "batch.sqlite").exists()
+    assert not (tmp_path / "runs" / "jobs").exists()
     added = client.post("/api/queue", json={**sent, "together": 2})
     assert added.status_code == 201
     assert jobs_of(added.json()) == {"ash": ("waiting", 0), "birch": ("waiting", 0)}
     assert added.json()["together"] == 2
     again = client.post("/api/queue", json=sent)
     assert all("already" in message for message in problems_of(again.json()))
-    queue = JobQueue(tmp_path / "runs")
+    queue = JobStore(tmp_path / "runs")
     job = queue.read_jobs()[0]
     assert settings_of(queue, job).config.lora.rank == 4
     run = settings_of(queue, job).config.run
@@ -73,7 +72,7 @@ def test_folders_become_jobs_and_all_is_as_batch_has_it(client: TestClient, tmp_
 def test_a_job_of_its_own_settings_does_not_change_others(client: TestClient, tmp_path: Path, root: Path) -> None:
     client.post("/api/queue", json={"folders": [str(root / "ash")], "settings": {"lora.rank": 4}})
     client.post("/api/queue", json={"folders": [str(root / "birch")], "settings": {"lora.rank": 8}, "priority": 1})
-    queue = JobQueue(tmp_path / "runs")
+    queue = JobStore(tmp_path / "runs")
     ranks = {job.name: settings_of(queue, job).config.lora.rank for job in queue.read_jobs()}
     assert ranks == {"ash": 4, "birch": 8}
 
@@ -82,7 +81,7 @@ def test_a_new_run_can_wait_in_the_queue(client: TestClient, tmp_path: Path, roo
     settings = {"lora.rank": 4, "train.max_steps": 3}
     sent = {"name": "cat", "data": [str(root / "ash")], "when": "queue", "settings": settings}
     assert client.post("/api/runs", json=sent).json()["when"] == "queue"
-    queue = JobQueue(tmp_path / "runs")
+    queue = JobStore(tmp_path / "runs")
     (job,) = queue.read_jobs()
     config = settings_of(queue, job).config
     assert (config.lora.rank, config.train.max_steps) == (4, 3)
@@ -114,7 +113,13 @@ def test_wrong_jobs_are_refused_and_none_is_added(
     answer = client.post("/api/queue", json={key: filled(value) for key, value in sent.items()})
     assert answer.status_code in (403, 422)
     assert part in " ".join(problems_of(answer.json()))
-    assert not (tmp_path / "runs" / "batch.sqlite").exists()
+    assert not (tmp_path / "runs" / "jobs").exists()
+
+
+def test_no_run_is_named_as_the_folder_of_the_jobs(client: TestClient, root: Path) -> None:
+    draw_images(root / "jobs", 1)
+    assert client.post("/api/queue", json={"root": str(root)}).status_code == 422
+    assert client.get("/api/queue").json()["jobs"] == []
 
 
 def test_the_folder_of_a_dataset_runs_no_command(client: TestClient, root: Path) -> None:
@@ -128,7 +133,7 @@ def test_the_folder_of_a_dataset_runs_no_command(client: TestClient, root: Path)
 
 
 def test_the_jobs_of_several_machines_are_left_to_them(client: TestClient, tmp_path: Path, root: Path) -> None:
-    JobFiles(tmp_path / "runs")
+    JobStore(tmp_path / "runs").write_note(SEVERAL_MACHINES, True)
     answer = client.post("/api/queue", json={"folders": [str(root / "ash")]})
     assert answer.status_code == 409
     assert "several machines" in problems_of(answer.json())[0]
@@ -142,7 +147,7 @@ def test_workers_are_started_on_their_gpus_and_stopped(
     state: ServerState = app_of(client).state.server
     started = []
 
-    def start(name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def start(name: str, arguments: list[str], environment: dict[str, str], **named: object) -> None:
         started.append((name, arguments, environment.get("CUDA_VISIBLE_DEVICES")))
 
     monkeypatch.setattr(state.children, "start", start)
@@ -151,8 +156,8 @@ def test_workers_are_started_on_their_gpus_and_stopped(
     assert started == [("~worker-1", batch, "0"), ("~worker-2", batch, "1"), ("~worker-3", batch, "0")]
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        child = Child("~worker-1", "work", process.pid, process_start(process.pid) or 0.0, 1.0, "0")
-        write_json(state.own / "started" / "~worker-1.json", asdict(child))
+        child = Child("~worker-1", ("batch",), {"gpu": "0"}, process.pid, process_start(process.pid) or 0.0, 1.0)
+        write_json(state.own / "started" / "~worker-1" / "process.json", asdict(child))
         (worker,) = client.get("/api/queue").json()["workers"]
         assert (worker["name"], worker["gpu"], worker["is_live"]) == ("worker-1", "0", True)
         assert client.post("/api/queue/stop").json()["stopped_workers"] == ["worker-1"]

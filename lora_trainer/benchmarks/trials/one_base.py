@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.joint_jobs import settings_against
 from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import (
@@ -37,6 +36,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import free_memory, package_versions
 from lora_trainer.core.io import write_json
 from lora_trainer.core.taking_turns import Turns
+from lora_trainer.jobs.joint_jobs import settings_against
 from lora_trainer.models.memory.block_swap import BLOCK_SWAP
 from lora_trainer.training.processes import join_processes
 from lora_trainer.training.run_group import Member, RunGroup

@@ -1,4 +1,4 @@
-"""The loop of a worker process: jobs from standard input, a line each; results to standard output."""
+"""The loop of a worker process: each request is a job and what it is done with, and its answer the results."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import gc
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
 
+from lora_trainer.core.json_process import open_streams, send
 from lora_trainer.data.images.jobs import JOBS
 
 IDLE_SECONDS = 20.0  # then it ends by itself
 
 
 def main() -> None:
-    """Run jobs until standard input ends, or none came for a while."""
+    """Run jobs until the requests end, or none came for a while."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interruptions
     warnings.simplefilter("ignore")
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a decoder prints is no result
+    requests, answers = open_streams()
     busy = threading.Lock()
     last = time.monotonic()
 
@@ -38,8 +37,6 @@ def main() -> None:
     while line := requests.readline():
         with busy:
             job, what = json.loads(line)
-            found = [JOBS[job](each) for each in what]  # none of "hello"
-            replies.write(json.dumps(found).encode("ascii") + b"\n")
-            replies.flush()
+            send(answers, [JOBS[job](each) for each in what])  # none of "hello"
             last = time.monotonic()
     os._exit(0)

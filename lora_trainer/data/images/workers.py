@@ -1,19 +1,14 @@
 """Worker processes that open untrusted files, so that a file that crashes or blocks its decoder costs only itself.
 
-A worker is this Python running `lora_trainer.data.images.worker`, which reads lines of JSON: no
-fork, no pickle, no second run of the caller's main module, and no torch. Workers wait a
-short while for the next job and then end by themselves.
+A worker runs `lora_trainer.data.images.worker`, without torch. Workers wait a short while for the next job and then end
+by themselves.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lora_trainer.core.hardware import available_cpus
+from lora_trainer.core.json_process import JsonProcess
 from lora_trainer.core.launch import processes_here
 
 FEWEST_EACH = 24  # tasks that are worth starting one more worker for
@@ -40,86 +36,30 @@ class Task:
     seconds: float = 60.0
 
 
-class Worker:
-    """One process. `run` is for one thread at a time."""
-
-    def __init__(self) -> None:
-        program = "from lora_trainer.data.images.worker import main; main()"
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = os.environ | {"PYTHONPATH": paths, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-        self.owner = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        if self.run("hello", [], START_SECONDS) != []:
-            self.close()
-            raise OSError("a worker process could not be started")
-
-    def run(self, job: str, what: Sequence[Any], seconds: float) -> list[Any] | Lost:
-        """The results in order; or how the process ended, after which it cannot be used."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self._process.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-        line = b""
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps([job, what]).encode("ascii") + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        timer.cancel()
-        if not line.endswith(b"\n"):
-            self.close()
-            return "hung" if late.is_set() else "crashed"
-        results: list[Any] = json.loads(line)
-        return results
-
-    @property
-    def alive(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
-
-    def close(self) -> None:
-        mine = self.owner == os.getpid()  # a forked copy lets go of the pipes and leaves the process to its owner
-        if mine:
-            self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        if mine:
-            self._process.wait()
-
-
-_idle: list[Worker] = []
+_idle: list[JsonProcess] = []
 _lock = threading.Lock()
 
 
-def _borrow() -> Worker:
+def _borrow() -> JsonProcess:
+    """A worker that waits, or a new one. Raises OSError where none can be started."""
     with _lock:
         while _idle:
             worker = _idle.pop()
-            if worker.alive:
+            if worker.is_alive:
                 return worker
             worker.close()  # it had nothing to do for long and ended
-    return Worker()
+    worker = JsonProcess("lora_trainer.data.images.worker", {"OMP_NUM_THREADS": "1"})
+    try:
+        worker.ask(["hello", []], START_SECONDS)
+    except EOFError:
+        raise OSError("a worker process could not be started") from None
+    return worker
 
 
 @atexit.register
 def _close_all() -> None:
     while _idle:
-        worker = _idle.pop()
-        if worker.owner == os.getpid():
-            worker.close()
+        _idle.pop().close()
 
 
 def usable_cpus() -> int:
@@ -216,7 +156,7 @@ class _Hand:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._worker: Worker | None = None
+        self._worker: JsonProcess | None = None
 
     def do(self, group: Sequence[Task]) -> list[Any]:
         """The group's results. A group that loses its worker is run one by one, to find the task that ended it."""
@@ -237,14 +177,18 @@ class _Hand:
             from lora_trainer.data.images.jobs import JOBS
 
             return [JOBS[self._job](each) for each in what]
-        found = self._worker.run(self._job, what, max(task.seconds for task in group) + 0.1 * len(group))
-        if isinstance(found, str):
+        try:
+            found: list[Any] = self._worker.ask(
+                [self._job, what], max(task.seconds for task in group) + 0.1 * len(group)
+            )
+        except (TimeoutError, EOFError) as error:
             self._worker = None
+            return "hung" if isinstance(error, TimeoutError) else "crashed"
         return found
 
     def leave(self) -> None:
         if self._worker is not None:
-            if self._worker.alive:
+            if self._worker.is_alive:
                 with _lock:
                     _idle.append(self._worker)
             else:

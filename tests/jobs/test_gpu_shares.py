@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from lora_trainer.batch import gpu_shares
-from lora_trainer.batch.gpu_shares import STEPS, GpuShares, limit_of, limited, lines_of, share_of_limit
 from lora_trainer.config.layers import Layer, Resolved
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.jobs import gpu_shares
+from lora_trainer.jobs.gpu_shares import STEPS, GpuShares, limit_of, limited, lines_of, share_of_limit
 from lora_trainer.memory_plan.estimate import LARGEST_SHARE
 from lora_trainer.run.plans.plan import make_plan
 from lora_trainer.run.settings import settle

@@ -6,12 +6,15 @@ from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.job_store import COUNTED, ROOT, JobStore, QueuedJob
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.io import write_json
+from lora_trainer.jobs.job_state import COUNTED, ROOT, QueuedJob
 from lora_trainer.report.failures import Failures, failures_of
+
+if TYPE_CHECKING:
+    from lora_trainer.jobs.job_store import JobStore
 
 FILE = "batch.json"
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.executors import executor
-from lora_trainer.batch.job_store import EXECUTOR, JobStore, QueuedJob
-from lora_trainer.batch.stores import store_of
-from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, nearest
+from lora_trainer.jobs.executors import executor
+from lora_trainer.jobs.job_state import EXECUTOR, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, open_batch
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.report.record import read_record
 from lora_trainer.run.lost_files import lost_loras
 
@@ -22,7 +22,7 @@ LOCAL = "local"
 
 def cancel_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     """`batch cancel`: these jobs are not trained; one that trains now saves and stops. Raises UsageError, as `named_jobs`."""
-    store = store_of(output)
+    store = open_batch(output)
     store.give_back_lost()
     before = named_jobs(store, names, "Cancel")
     store.cancel([job.name for job in before])
@@ -44,7 +44,7 @@ def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
 
     A job whose LoRA was refused is finished: its run would do nothing more.
     """
-    store = store_of(output)
+    store = open_batch(output)
     store.give_back_lost()
     jobs = named_jobs(store, names, "Retry") if names else store.read_jobs()
     ended_badly = ("failed", "stopped", "refused", "cancelled")

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from lora_trainer.batch.executors import ExecutorOptions, local, ray
 from lora_trainer.core import hardware
 from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs.executors import ExecutorOptions, local, ray
 
 
 @pytest.mark.parametrize(

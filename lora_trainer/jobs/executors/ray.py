@@ -22,23 +22,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.data_pack import DataPack, copied, files_of, pack
-from lora_trainer.batch.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
-from lora_trainer.batch.job_document import settings_of
 from lora_trainer.core.errors import INTERRUPTED, Problem, TrainingFailed, UsageError, UserError, gathering, nearest
 from lora_trainer.core.findings import counted
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import code_of_signal
 from lora_trainer.core.version import __version__
 from lora_trainer.data.moved import data_below
+from lora_trainer.jobs.data_pack import DataPack, copied, files_of, pack
+from lora_trainer.jobs.gpu_shares import HIDDEN_GIB, GpuShare, GpuShares, limited, lines_of
+from lora_trainer.jobs.job_document import settings_of
+from lora_trainer.jobs.job_store import FOLDER
 from lora_trainer.run.order import plain_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lora_trainer.batch.executors import ExecutorOptions
-    from lora_trainer.batch.job_store import JobStore, QueuedJob
     from lora_trainer.config.layers import Resolved
+    from lora_trainer.jobs.executors import ExecutorOptions
+    from lora_trainer.jobs.job_state import QueuedJob
+    from lora_trainer.jobs.job_store import JobStore
 
 IS_SHARED, CONTINUES = True, False
 OPTIONS = {"address": "auto", "gpus": "auto", "cpus": "1", "data": "path", "store_gib": "8", "scratch": ""}
@@ -81,34 +83,20 @@ def check(options: ExecutorOptions) -> None:
         for key in options.values
         if key not in OPTIONS
     ]
-    gpus, cpus = (chosen(options, key) for key in ("gpus", "cpus"))
-    if gpus != "auto" and not 0.0 <= number(gpus) <= 1.0:
-        message = f"--executor-option gpus={gpus}: a job trains on one GPU or a part of one."
-        problems.append(
-            Problem("executor_option_invalid", message, "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs.")
-        )
-    if not 0.0 < number(cpus) < math.inf:
-        problems.append(
-            Problem(
-                "executor_option_invalid", f"--executor-option cpus={cpus} is no number of CPUs.", "For example: cpus=4"
-            )
-        )
-    if (data := chosen(options, "data")) not in ("path", "store"):
-        problems.append(
-            Problem(
-                "executor_option_invalid",
-                f"--executor-option data={data} is neither path nor store.",
-                "For example: data=store",
-            )
-        )
-    if not 0.0 < number(most := chosen(options, "store_gib")) < math.inf:
-        problems.append(
-            Problem(
-                "executor_option_invalid",
-                f"--executor-option store_gib={most} is no number of GiB.",
-                "For example: store_gib=8",
-            )
-        )
+    gpus, cpus, data, most = (chosen(options, key) for key in ("gpus", "cpus", "data", "store_gib"))
+    is_gpu_part = gpus == "auto" or 0.0 <= number(gpus) <= 1.0
+    for is_valid, message, fix in (
+        (
+            is_gpu_part,
+            f"gpus={gpus}: a job trains on one GPU or a part of one.",
+            "Set it to 1, to a part such as 0.5, or to 0 to train on CPUs.",
+        ),
+        (0.0 < number(cpus) < math.inf, f"cpus={cpus} is no number of CPUs.", "For example: cpus=4"),
+        (data in ("path", "store"), f"data={data} is neither path nor store.", "For example: data=store"),
+        (0.0 < number(most) < math.inf, f"store_gib={most} is no number of GiB.", "For example: store_gib=8"),
+    ):
+        if not is_valid:
+            problems.append(Problem("executor_option_invalid", f"--executor-option {message}", fix))
     if (reason := why_unusable("ray")) is not None:
         problems.append(
             Problem("library_missing", f"--executor ray needs Ray, which {reason}.", "pip install 'lora-trainer[ray]'")
@@ -417,7 +405,7 @@ def work_on_node(order: TaskOrder) -> TaskEnd:
     """A task: train this job of the batch, once."""
     import ray
 
-    from lora_trainer.batch.batch import run_worker
+    from lora_trainer.jobs.batch import run_worker
 
     def adapt(settings: Resolved, console: Console) -> Resolved:
         now, own = limited(settings, order.share.limit_gib), settings.config.memory.limit_gib
@@ -465,7 +453,7 @@ def ask_nodes(output: Path) -> dict[str, float | None]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    token = output / "jobs" / f".shared-{os.getpid()}.part"
+    token = output / FOLDER / f".shared-{os.getpid()}.part"
     token.write_text(__version__, encoding="ascii")
     try:
         asked = {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.job_document import settings_of
 from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs.job_document import settings_of
 
 if TYPE_CHECKING:
-    from lora_trainer.batch.job_store import JobStore, QueuedJob
     from lora_trainer.config.schema import Config
+    from lora_trainer.jobs.job_state import QueuedJob
+    from lora_trainer.jobs.job_store import JobStore
 
 OF_THE_BASE = ("model", "memory", "hardware", "compile")  # sections of the settings that these jobs must share
 

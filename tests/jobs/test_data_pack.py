@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from lora_trainer.batch import data_pack
-from lora_trainer.batch.data_pack import DataFiles, DataPack, copied, files_of, pack
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.data.moved import data_below, original_place
+from lora_trainer.jobs import data_pack
+from lora_trainer.jobs.data_pack import DataFiles, DataPack, copied, files_of, pack
 from lora_trainer.run.inputs import list_data
 from tests.recipes.recipe import draw_images
 

@@ -1,10 +1,8 @@
-"""The jobs of a batch, in both kinds of store: every job once, whichever worker claims it and whichever dies."""
+"""The jobs of a batch: every job once, whichever worker claims it and whichever dies."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,26 +12,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.batch import job_store, queue
-from lora_trainer.batch.job_files import JobFiles
-from lora_trainer.batch.job_store import Ending, JobStore, NewJob, QueuedJob
-from lora_trainer.batch.queue import JobQueue
 from lora_trainer.core.errors import UsageError
+from lora_trainer.jobs import job_state, job_store
+from lora_trainer.jobs.job_state import Ending, NewJob, QueuedJob
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.monitor.progress import Progress
 from tests.recipes.recipe import patched
 
 NewStore = Callable[..., JobStore]
-ELSEWHERE = json.dumps(["elsewhere", 1, 1.0])
+ELSEWHERE = json.dumps(["elsewhere", 1, 1.0, "another start"])
 NONE = {"dataset": None, "lora": None}
 
 
-@pytest.fixture(params=["queue", "files"])
-def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> NewStore:
-    """Makes a store of one kind that holds jobs of these names."""
-    kind = {"queue": JobQueue, "files": JobFiles}[request.param]
+@pytest.fixture
+def new_store(tmp_path: Path) -> NewStore:
+    """Makes a store that holds jobs of these names."""
 
     def make(*names: str, folder: Path = tmp_path) -> JobStore:
-        store = kind(folder)
+        store = JobStore(folder)
         store.enlist([NewJob(name, folder / name) for name in names])
         return store
 
@@ -41,9 +37,9 @@ def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> NewStore:
 
 
 @contextmanager
-def held_by(store: JobStore, holder: str) -> Iterator[None]:
+def held_by(holder: str) -> Iterator[None]:
     """Inside the block, claims are those of another process."""
-    with patched(sys.modules[type(store).__module__], "this_process", lambda **named: holder):
+    with patched(job_store, "this_process", lambda: holder):
         yield
 
 
@@ -55,8 +51,8 @@ def claimed(store: JobStore, name: str | None = None) -> QueuedJob:
 
 def dead_holder() -> str:
     """A process of this machine with a number that another one has now."""
-    host, number, started = json.loads(job_store.this_process())
-    return json.dumps([host, number, started - 1000])
+    host, number, started, machine = json.loads(job_state.this_process())
+    return json.dumps([host, number, started - 1000, machine])
 
 
 def ended(store: JobStore, name: str, code: int = 0) -> None:
@@ -105,39 +101,27 @@ def test_concurrent_claims_never_take_the_same_job(new_store):
     assert everything == sorted(f"job {number}" for number in range(40))
 
 
-def test_the_claim_of_a_dead_process_is_released(new_store, checkout):
-    store = new_store("one", "two")
-    program = (
-        "import sys, pathlib; from lora_trainer.batch.stores import store_of; "
-        "print(store_of(pathlib.Path(sys.argv[1])).claim().name)"
-    )
-    dead = subprocess.run(
-        [sys.executable, "-c", program, str(store.output)],
-        capture_output=True,
-        text=True,
-        cwd=checkout,
-        check=True,
-        timeout=300,
-    )
-    assert dead.stdout.strip() == "one"
-    assert statuses(store)["one"] == "running"
-    job = claimed(store)
-    assert (job.name, job.attempts) == ("one", 2)
-    assert claimed(store).name == "two", "the claim of a living process stays"
-
-
 def test_a_claim_with_a_reused_process_id_is_dead(new_store):
     store = new_store("one")
-    with held_by(store, dead_holder()):
+    with held_by(dead_holder()):
         claimed(store)
     store.give_back_lost()
     assert statuses(store) == {"one": "waiting"}
 
 
+def test_the_claims_of_a_machine_end_when_it_restarts(new_store):
+    """Nobody has to wait after a power cut, where no other machine takes jobs."""
+    store = new_store("one")
+    host, *_ = json.loads(job_state.this_process())
+    with held_by(json.dumps([host, 1, 1.0, "before the restart"])):
+        claimed(store)
+    assert claimed(store).attempts == 2
+
+
 def test_a_job_that_kills_every_process_fails(new_store):
     store = new_store("one")
-    with held_by(store, dead_holder()):
-        for _ in range(job_store.MOST_DEATHS):
+    with held_by(dead_holder()):
+        for _ in range(job_state.MOST_DEATHS):
             claimed(store)
     assert store.claim() is None
     (job,) = store.read_jobs()
@@ -149,12 +133,12 @@ def test_a_job_that_kills_every_process_fails(new_store):
 
 def test_a_silent_machine_is_dead(new_store, monkeypatch):
     store = new_store("one")
-    with held_by(store, ELSEWHERE):
+    with held_by(ELSEWHERE):
         job = claimed(store)
     store.give_back_lost()
     assert statuses(store) == {"one": "running"}
     store.sign_of_life(job)
-    monkeypatch.setattr(job_store, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(job_state, "SILENT_SECONDS", -1.0)
     store.give_back_lost()
     assert statuses(store) == {"one": "waiting"}
 
@@ -162,9 +146,9 @@ def test_a_silent_machine_is_dead(new_store, monkeypatch):
 def test_a_silent_process_that_comes_back_changes_nothing(new_store, monkeypatch):
     """Another one took its job meanwhile, and then ended it."""
     store = new_store("one")
-    with held_by(store, ELSEWHERE):
+    with held_by(ELSEWHERE):
         silent = claimed(store)
-    monkeypatch.setattr(job_store, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(job_state, "SILENT_SECONDS", -1.0)
     other = claimed(store)
     assert (store.read_claim(silent), store.read_claim(other)) == ("lost", "held")
     store.report_progress(silent, Progress("training", 900, 1000))
@@ -188,7 +172,7 @@ def test_cancelled_jobs_are_not_claimed(new_store):
     assert store.read_claim(running) == "cancelled"
     assert store.finish(running, Ending(143, "stopped by a signal", NONE)) == "cancelled"
     (job, *_) = store.read_jobs()
-    assert (job.exit_code, job.reason) == (None, job_store.CANCELLED)
+    assert (job.exit_code, job.reason) == (None, job_state.CANCELLED)
     assert claimed(store).name == "four"
     assert store.claim() is None
     store.put_back(["one", "three"])
@@ -206,14 +190,14 @@ def test_a_job_that_ends_before_it_stops_keeps_its_end(code, status, new_store):
 
 def test_a_cancelled_job_whose_process_died_is_cancelled(new_store, monkeypatch):
     store = new_store("one", "two")
-    with held_by(store, ELSEWHERE):
+    with held_by(ELSEWHERE):
         claimed(store)
     store.cancel(["one"])
-    with held_by(store, dead_holder()):
+    with held_by(dead_holder()):
         claimed(store)
     store.cancel(["two"])
     assert statuses(store) == {"one": "running", "two": "cancelled"}
-    monkeypatch.setattr(job_store, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(job_state, "SILENT_SECONDS", -1.0)
     store.give_back_lost()
     assert statuses(store) == {"one": "cancelled", "two": "cancelled"}
 
@@ -230,15 +214,16 @@ def test_adding_jobs_again_keeps_their_status(new_store, tmp_path):
     assert set(statuses(store).values()) == {"waiting"}
 
 
-def test_a_file_that_is_no_queue_is_refused(tmp_path):
-    path = tmp_path / queue.FILE
-    path.write_text("hello " * 100, encoding="utf-8")
-    with pytest.raises(UsageError, match="cannot be used"):
-        JobQueue(tmp_path)
-    path.unlink()
-    JobQueue(tmp_path).write_note("version", 7)
+def test_a_batch_of_another_version_and_a_run_of_that_name_are_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(job_store, "VERSION", 7)
+        JobStore(tmp_path / "night")
     with pytest.raises(UsageError, match="version 7"):
-        JobQueue(tmp_path)
+        JobStore(tmp_path / "night")
+    (tmp_path / "runs" / "jobs").mkdir(parents=True)
+    (tmp_path / "runs" / "jobs" / "run.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="is the folder of a run"):
+        JobStore(tmp_path / "runs")
 
 
 def test_notes_are_kept(new_store):
@@ -257,9 +242,30 @@ def test_higher_priorities_begin_first(new_store, tmp_path):
     assert [job.name for job in store.read_jobs()] == ["a", "b", "c", "d"], "they are shown in their order"
 
 
+def test_the_list_grows_with_the_jobs_that_are_added_and_not_with_all(new_store, tmp_path):
+    """A page adds them one by one."""
+    store = new_store()
+    for number in range(60):
+        store.enlist([NewJob(f"job {number}", tmp_path)], {"number": number}, keep_others=True)
+    assert list(statuses(JobStore(tmp_path))) == [f"job {number}" for number in range(60)]
+    assert JobStore(tmp_path).read_note("number") == 59
+    sizes = [path.stat().st_size for path in (tmp_path / "jobs" / ".batch").glob("[0-9]*.json")]
+    assert max(sizes) < 1000
+
+
+def test_more_jobs_are_behind_those_that_wait_and_may_overtake_them(new_store, tmp_path):
+    store = new_store("a", "b")
+    store.enlist([NewJob("c", tmp_path / "c", document={"own": 1})], {"together": 2}, keep_others=True)
+    assert (list(statuses(store)), store.read_note("together")) == (["a", "b", "c"], 2)
+    assert store.read_document("c")["own"] == 1
+    assert store.read_document("a") == {}
+    store.set_priority("c", 3)
+    assert [claimed(store).name for _ in range(3)] == ["c", "a", "b"]
+
+
 def test_a_failed_training_is_repeated_after_a_pause(new_store, monkeypatch):
     store = new_store("one", "two")
-    store.write_note(job_store.RETRIES, 2)
+    store.write_note(job_state.RETRIES, 2)
     out_of_memory = Ending(5, "Out of memory.", NONE)
     assert store.finish(claimed(store), out_of_memory) == "waiting"
     assert store.finish(claimed(store), Ending(1, "a bug", NONE)) == "failed", "which would be the same again"
@@ -268,7 +274,7 @@ def test_a_failed_training_is_repeated_after_a_pause(new_store, monkeypatch):
     assert (one.status, one.exit_code, one.reason, two.retry_in) == ("waiting", 5, "Out of memory.", None)
     assert one.retry_in is not None
     assert 50 < one.retry_in <= 60
-    monkeypatch.setattr(job_store, "FIRST_RETRY", 0.0)
+    monkeypatch.setattr(job_state, "FIRST_RETRY", 0.0)
     store.put_back(["one"])
     assert store.read_jobs()[0].retry_in is None
     endings = [store.finish(claimed(store, "one"), out_of_memory) for _ in range(3)]
@@ -277,13 +283,13 @@ def test_a_failed_training_is_repeated_after_a_pause(new_store, monkeypatch):
 
 
 def test_pauses_double_up_to_an_hour():
-    assert [job_store.retry_wait(failures) for failures in (1, 2, 3, 6, 7, 100)] == [60, 120, 240, 1920, 3600, 3600]
+    assert [job_state.retry_wait(failures) for failures in (1, 2, 3, 6, 7, 100)] == [60, 120, 240, 1920, 3600, 3600]
 
 
 def test_a_death_is_a_failure_to_be_repeated(new_store):
     store = new_store("one")
-    store.write_note(job_store.RETRIES, 1)
-    with held_by(store, dead_holder()):
+    store.write_note(job_state.RETRIES, 1)
+    with held_by(dead_holder()):
         claimed(store)
     store.give_back_lost()
     (job,) = store.read_jobs()
@@ -294,7 +300,7 @@ def test_a_death_is_a_failure_to_be_repeated(new_store):
 
 def test_a_cancelled_job_is_not_repeated(new_store):
     store = new_store("one")
-    store.write_note(job_store.RETRIES, 1)
+    store.write_note(job_state.RETRIES, 1)
     job = claimed(store)
     store.cancel(["one"])
     assert store.finish(job, Ending(5, "Out of memory.", NONE)) == "cancelled"

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.changes import is_open, named_jobs
-from lora_trainer.batch.executors import ExecutorOptions, executor
-from lora_trainer.batch.executors.local import kept_families
-from lora_trainer.batch.folders import Shared, job_settings, read_configs, read_root
-from lora_trainer.batch.job_document import make_job, read_settings, with_hashes
-from lora_trainer.batch.job_files import FOLDER, JobFiles
-from lora_trainer.batch.job_store import (
-    EXECUTOR,
-    RETRIES,
-    ROOT,
-    SHARED,
-    TOGETHER,
-    WAIT_MINUTES,
-    JobStore,
-    NewJob,
-    QueuedJob,
-    unless_refused,
-)
-from lora_trainer.batch.joint_jobs import settings_against
-from lora_trainer.batch.live_table import counts, watching
-from lora_trainer.batch.stores import holds_batch, make_store, store_of
-from lora_trainer.batch.summary import FILE as SUMMARY
-from lora_trainer.batch.summary import job_failures, largest_code, write_summary
-from lora_trainer.batch.worker import SAFE, Adapt, work
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, INTERRUPTED, Problem, UsageError, UserError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import describe_idle_gpus, visible_gpus
 from lora_trainer.core.interrupt import listening
+from lora_trainer.jobs.changes import is_open, named_jobs
+from lora_trainer.jobs.executors import ExecutorOptions, executor
+from lora_trainer.jobs.executors.local import kept_families
+from lora_trainer.jobs.folders import Shared, job_settings, read_configs, read_root
+from lora_trainer.jobs.job_document import make_job, read_settings, with_hashes
+from lora_trainer.jobs.job_state import (
+    EXECUTOR,
+    RETRIES,
+    ROOT,
+    SEVERAL_MACHINES,
+    SHARED,
+    TOGETHER,
+    WAIT_MINUTES,
+    NewJob,
+    QueuedJob,
+)
+from lora_trainer.jobs.job_store import FOLDER, JobStore, holds_batch, open_batch, unless_refused
+from lora_trainer.jobs.joint_jobs import settings_against
+from lora_trainer.jobs.live_table import counts, watching
+from lora_trainer.jobs.summary import FILE as SUMMARY
+from lora_trainer.jobs.summary import job_failures, largest_code, write_summary
+from lora_trainer.jobs.worker import SAFE, Adapt, work
 from lora_trainer.models import FAMILIES
 from lora_trainer.report.failures import ENDED, failure_lines
 from lora_trainer.run.bases.encoder import find_encoder
@@ -91,7 +89,7 @@ def run_batch(order: BatchOrder, console: Console) -> int:
 def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console) -> int:
     """The same, where the jobs and the summary wait for a disk that refuses. Raises TrainingFailed when it does so."""
     jobs = [make_job(order.shared, name, folder) for name, folder in folders.items()]
-    earlier = store_of(order.output).read_jobs() if holds_batch(order.output) else []
+    earlier = open_batch(order.output).read_jobs() if holds_batch(order.output) else []
     ended = {job.name for job in earlier if job.status in ENDED and job.exit_code != DATASET_REFUSED}
     store = enlist(order, jobs)
     chosen, listed = executor(order.executor), store.read_jobs()
@@ -154,7 +152,7 @@ def run_worker(output: Path, console: Console, name: str | None = None, adapt: A
     worker. `adapt` changes each job's settings for this machine. How jobs end is in the batch's summary. Raises UsageError
     where there is no batch, or no such job.
     """
-    store = store_of(output)
+    store = open_batch(output)
     if name is not None:
         named_jobs(store, [name], "Work on")
     with patient(Patience(store.read_note(WAIT_MINUTES), console.print, lambda: SAFE)), listening():
@@ -259,7 +257,7 @@ def refuse_used_output(order: BatchOrder) -> None:
     """Raise UsageError for an output folder that holds a batch already, unless this one resumes it."""
     if not holds_batch(order.output):
         return
-    store = make_store(order.output, shared=order.is_shared)
+    store = open_batch(order.output)
     root, jobs = store.read_note(ROOT), store.read_jobs()
     if jobs and not order.shared.resume:
         raise UsageError(
@@ -278,18 +276,17 @@ def refuse_used_output(order: BatchOrder) -> None:
 
 def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:
     """Write the jobs, and let those that are to run again wait again."""
-    store = make_store(order.output, shared=order.is_shared)
-    if isinstance(store, JobFiles):
-        jobs = with_hashes(jobs)
+    store = JobStore(order.output)
     notes = {
         ROOT: str(order.root.resolve()) if order.root else None,
         SHARED: order.shared.to_json(),
         EXECUTOR: order.executor,
+        SEVERAL_MACHINES: order.is_shared,
         TOGETHER: order.together,
         RETRIES: order.retries,
         WAIT_MINUTES: order.resolved.config.checkpoint.wait_minutes,
     }
-    store.enlist(jobs, notes)
+    store.enlist(with_hashes(jobs) if order.is_shared else [replace(job, document={}) for job in jobs], notes)
     store.give_back_lost()
     # Who fills the queue again and again, such as a CronJob, must not repeat the same failure each time.
     again = ("failed", "stopped", "refused") if order.options.jobs else ("stopped",)

@@ -1,4 +1,8 @@
-"""What `job.json` holds: all that a worker on another machine needs to train the job as it was submitted."""
+"""What `job.json` holds: all that a worker on another machine needs to train the job as it was submitted.
+
+On one machine a job's settings are read when it begins, so its folder's may be corrected until then. Its file has what
+the page set for this job, if anything.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lora_trainer.batch.folders import Shared, job_settings, shared_from_json
-from lora_trainer.batch.job_store import SHARED, JobStore, NewJob, QueuedJob
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError, gathering
+from lora_trainer.core.version import __version__
+from lora_trainer.jobs.folders import Shared, job_settings, shared_from_json
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, SHARED, NewJob, QueuedJob
 from lora_trainer.run.inputs import list_data, read_model, with_absolute_paths
+
+if TYPE_CHECKING:
+    from lora_trainer.jobs.job_store import JobStore
 
 
 def make_job(shared: Shared, name: str, data: Path) -> NewJob:
@@ -30,6 +38,7 @@ def make_job(shared: Shared, name: str, data: Path) -> NewJob:
         "origins": dict(resolved.origin),
         "evidence": dict(resolved.evidence),
         "notes": list(resolved.notes),
+        "program": __version__,
     }
     return NewJob(name, data, resolved.config.run.priority, document)
 
@@ -66,8 +75,8 @@ def hashes_of(document: Mapping[str, Any], known: dict[str, Mapping[str, str]]) 
 def settings_of(store: JobStore, job: QueuedJob) -> Resolved:
     """The settings of one job: those of its file, or those of the batch and its folder now. Raises UsageError."""
     document = store.read_document(job.name)
-    if document is None:
-        shared = store.read_note(f"{SHARED} {job.name}") or store.read_note(SHARED)  # of a job that was added by itself
+    if not store.read_note(SEVERAL_MACHINES):
+        shared = document.get(SHARED) or store.read_note(SHARED)
         return job_settings(shared_from_json(shared), job.name, job.data)
     resolved = read_settings(document)
     run = resolved.config.run.model_copy(update={"output": str(store.output.absolute())})  # as this machine sees it
@@ -84,7 +93,7 @@ def read_settings(document: Mapping[str, Any]) -> Resolved:
 
 def refuse_changed(store: JobStore, name: str) -> None:
     """Raise UsageError where this machine's data or base model are not those of the job's file."""
-    document = store.read_document(name) or {}
+    document = store.read_document(name)
     changed = {
         "data_hash": "images or captions",
         "cache_keys": "base model's VAE or text encoders",

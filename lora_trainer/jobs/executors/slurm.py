@@ -17,17 +17,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.batch.job_store import SILENT_SECONDS, JobStore, QueuedJob
 from lora_trainer.core.errors import SIGNALED, Problem, TrainingFailed, UsageError, UserError
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.interrupt import listening
+from lora_trainer.jobs.job_state import SILENT_SECONDS, QueuedJob
+from lora_trainer.jobs.job_store import FOLDER as JOBS
+from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.run.order import plain_console
 
 if TYPE_CHECKING:
-    from lora_trainer.batch.executors import ExecutorOptions
+    from lora_trainer.jobs.executors import ExecutorOptions
 
 IS_SHARED = CONTINUES = True
-FOLDER = "jobs/.slurm"  # in the batch's folder: scripts and logs; no run has such a name
+FOLDER = f"{JOBS}/.slurm"  # in the batch's folder: scripts and logs
 TASKS = "slurm_tasks"  # the note with the SLURM task of each job
 SAVING_SECONDS = 120  # before the end of its time a task begins to save
 ANSWER_SECONDS = 60.0
@@ -174,8 +176,7 @@ def work_on_node(output: str, name: str) -> None:
     Exits with the job's code. SIGTERM means that the task was preempted or cancelled, so SLURM decides whether it comes
     back. A job whose process died with its node has its holder until that was silent for long enough.
     """
-    from lora_trainer.batch.batch import run_worker
-    from lora_trainer.batch.stores import store_of
+    from lora_trainer.jobs.batch import run_worker
 
     def look() -> QueuedJob | None:
         store.give_back_lost()
@@ -183,7 +184,7 @@ def work_on_node(output: str, name: str) -> None:
 
     with listening():
         try:
-            store = store_of(Path(output))
+            store = open_batch(Path(output))
             ends = time.monotonic() + SILENT_SECONDS + LOOK_EVERY_SECONDS
             while (job := look()) is not None and job.status == "running" and time.monotonic() < ends:
                 time.sleep(LOOK_EVERY_SECONDS)

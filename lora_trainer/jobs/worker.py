@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from lora_trainer.batch.background import repeating
-from lora_trainer.batch.folders import shared_from_json
-from lora_trainer.batch.job_document import refuse_changed, settings_of
-from lora_trainer.batch.job_store import SHARED, SILENT_SECONDS, TOGETHER, Ending, JobStore, QueuedJob
-from lora_trainer.batch.joint_jobs import claim_others
-from lora_trainer.batch.summary import write_summary
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused, UserError
 from lora_trainer.core.interrupt import remembering, signalled, stop_if_signalled, stoppable, stopping_on_signal
 from lora_trainer.core.io import append_text
+from lora_trainer.jobs.background import repeating
+from lora_trainer.jobs.folders import shared_from_json
+from lora_trainer.jobs.job_document import refuse_changed, settings_of
+from lora_trainer.jobs.job_state import SHARED, SILENT_SECONDS, TOGETHER, Ending, QueuedJob
+from lora_trainer.jobs.joint_jobs import claim_others
+from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.console import Console
 from lora_trainer.report.record import FILE as RECORD
 from lora_trainer.report.record import Record, read_record
@@ -31,6 +31,7 @@ from lora_trainer.run.order import make_order
 from lora_trainer.run.train import ended_by, train
 
 if TYPE_CHECKING:  # it loads torch
+    from lora_trainer.jobs.job_store import JobStore
     from lora_trainer.models.family import Family
     from lora_trainer.monitor.progress import Progress, Watch
     from lora_trainer.training.run_group import Member

@@ -1,4 +1,4 @@
-"""A batch as files on a disk that machines share: what no lock and no clock of a machine has a part in."""
+"""The jobs of a batch on a disk that machines share: what no lock and no clock of a machine has a part in."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.batch import job_files, job_store, worker
-from lora_trainer.batch.job_files import JobFiles
-from lora_trainer.batch.job_store import Ending, NewJob
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.version import __version__
+from lora_trainer.jobs import job_state, job_store, worker
+from lora_trainer.jobs.job_state import SEVERAL_MACHINES, Ending, NewJob
+from lora_trainer.jobs.job_store import JobStore
 from lora_trainer.monitor.progress import Progress
-from tests.batch.childs_work import claim_and_hang, take_all
+from tests.jobs.childs_work import claim_and_hang, take_all
 from tests.recipes.recipe import contents
 
 ELSEWHERE = json.dumps(["elsewhere", 1, 1.0, "another start"])
@@ -28,12 +29,12 @@ DONE = Ending(0, None, {"dataset": 1.0, "lora": 1.0})
 
 
 def new_job(name: str, **config: object) -> NewJob:
-    return NewJob(name, Path("/data", name), document={"config": config})
+    return NewJob(name, Path("/data", name), document={"config": config, "program": __version__})
 
 
-def new_files(output: Path, *names: str) -> JobFiles:
-    store = JobFiles(output)
-    store.enlist([new_job(name) for name in names])
+def new_batch(output: Path, *names: str) -> JobStore:
+    store = JobStore(output)
+    store.enlist([new_job(name) for name in names], {SEVERAL_MACHINES: True})
     return store
 
 
@@ -43,12 +44,12 @@ def start(work: Callable[..., None], *arguments: str) -> Any:
     return process
 
 
-def take_with_processes(output: Path, count: int, jobs: int) -> None:
+def take_with_processes(output: Path, count: int, jobs: int, links: str) -> None:
     """Several processes empty one store: each job once."""
     names = [f"job {number:03d}" for number in range(jobs)]
-    store = new_files(output / "batch", *names)
+    store = new_batch(output / "batch", *names)
     lists = [output / f"taken {number}" for number in range(count)]
-    processes = [start(take_all, str(output / "batch"), str(taken)) for taken in lists]
+    processes = [start(take_all, str(output / "batch"), str(taken), links) for taken in lists]
     for process in processes:
         process.join(300)
         assert process.exitcode == 0
@@ -57,17 +58,47 @@ def take_with_processes(output: Path, count: int, jobs: int) -> None:
     assert {job.status for job in store.read_jobs()} == {"done"}
 
 
-def test_processes_never_take_the_same_job(tmp_path: Path) -> None:
-    take_with_processes(tmp_path, 2, 25)
+@pytest.mark.parametrize("links", ["links", "no links"])
+def test_processes_never_take_the_same_job(tmp_path: Path, links: str) -> None:
+    take_with_processes(tmp_path, 2, 25, links)
 
 
 @pytest.mark.slow
-def test_many_processes_never_take_the_same_of_many_jobs(tmp_path: Path) -> None:
-    take_with_processes(tmp_path, 6, 200)
+@pytest.mark.parametrize("links", ["links", "no links"])
+def test_many_processes_never_take_the_same_of_many_jobs(tmp_path: Path, links: str) -> None:
+    take_with_processes(tmp_path, 6, 200, links)
+
+
+@pytest.mark.parametrize("links", ["links", "no links"])
+def test_nothing_is_lost_whenever_processes_are_killed(tmp_path: Path, links: str) -> None:
+    """Each is killed while it claims and ends jobs, and another one continues."""
+    names, taken = [f"job {number:02d}" for number in range(20)], tmp_path / "taken"
+    store = new_batch(tmp_path / "batch", *names)
+    for killed in range(5):
+        taken.write_text("", encoding="utf-8")
+        process = start(take_all, str(tmp_path / "batch"), str(taken), links)
+        # Not before it has ended the job that the one before it lost: three deaths would be too many.
+        while process.is_alive() and len(taken.read_text("utf-8").splitlines()) < 2 + killed % 2:
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+    last = start(take_all, str(tmp_path / "batch"), str(taken), links)
+    last.join(300)
+    assert last.exitcode == 0
+    assert {job.status for job in store.read_jobs()} == {"done"}
+    for name in names:
+        events = [event_of(path) for path in sorted((tmp_path / "batch" / "jobs" / name).glob("[0-9]*.json"))]
+        assert events == ["claimed", "lost"] * (len(events) // 2 - 1) + ["claimed", "ended"]
+
+
+def event_of(entry: Path) -> str:
+    """What an entry says, which is a file, or a folder with it."""
+    path = entry / job_store.ENTRY if entry.is_dir() else entry
+    return str(json.loads(path.read_text("utf-8"))["event"])
 
 
 def test_the_job_of_a_killed_process_is_claimed_by_another(tmp_path: Path) -> None:
-    store = new_files(tmp_path, "one")
+    store = new_batch(tmp_path, "one")
     process = start(claim_and_hang, str(tmp_path))
     while store.read_jobs()[0].status != "running":
         time.sleep(0.02)
@@ -81,8 +112,8 @@ def test_the_job_of_a_killed_process_is_claimed_by_another(tmp_path: Path) -> No
 
 def test_the_age_of_a_claim_is_measured_by_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine's clock is a day ahead, and nothing changes; silence on the disk does."""
-    store = new_files(tmp_path, "one")
-    monkeypatch.setattr(job_files, "this_process", lambda **named: ELSEWHERE)
+    store = new_batch(tmp_path, "one")
+    monkeypatch.setattr(job_store, "this_process", lambda: ELSEWHERE)
     job = store.claim()
     assert job is not None
     true = time.time
@@ -90,21 +121,21 @@ def test_the_age_of_a_claim_is_measured_by_the_disk(tmp_path: Path, monkeypatch:
     store.give_back_lost()
     assert store.read_claim(job) == "held"
     store.report_progress(job, Progress("training", 3, 9, 0.5))
-    for silence, claim in ((job_store.SILENT_SECONDS - 20, "held"), (job_store.SILENT_SECONDS + 5, "lost")):
+    for silence, claim in ((job_state.SILENT_SECONDS - 20, "held"), (job_state.SILENT_SECONDS + 5, "lost")):
         then = true() - silence
         os.utime(tmp_path / "jobs" / "one" / "0001.json", (then, then))
         os.utime(tmp_path / "jobs" / "one" / "progress-0001.json", (then, then))
-        seen_again = JobFiles(tmp_path)
+        seen_again = JobStore(tmp_path)
         seen_again.give_back_lost()
         assert seen_again.read_claim(job) == claim
-    assert JobFiles(tmp_path).read_jobs()[0].status == "waiting"
+    assert JobStore(tmp_path).read_jobs()[0].status == "waiting"
 
 
 def test_a_machine_with_the_same_name_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers may share a host's name: the number of a process says nothing then."""
-    store = new_files(tmp_path, "one")
-    host, *_ = json.loads(job_store.this_process())
-    monkeypatch.setattr(job_files, "this_process", lambda **named: json.dumps([host, 1, 1.0, "another start"]))
+    store = new_batch(tmp_path, "one")
+    host, *_ = json.loads(job_state.this_process())
+    monkeypatch.setattr(job_store, "this_process", lambda: json.dumps([host, 1, 1.0, "another start"]))
     job = store.claim()
     assert job is not None
     store.give_back_lost()
@@ -112,16 +143,16 @@ def test_a_machine_with_the_same_name_is_another_one(tmp_path: Path, monkeypatch
 
 
 def test_submitting_the_same_again_changes_nothing(tmp_path: Path) -> None:
-    store = new_files(tmp_path, "one", "two")
+    store = new_batch(tmp_path, "one", "two")
     store.write_note("root", "a")
     before = contents(tmp_path)
-    JobFiles(tmp_path).enlist([new_job("one"), new_job("two")])
+    JobStore(tmp_path).enlist([new_job("one"), new_job("two")])
     store.write_note("root", "a")
     assert contents(tmp_path) == before
 
 
 def test_a_job_is_replaced_until_it_runs(tmp_path: Path) -> None:
-    store = new_files(tmp_path, "one", "two", "three")
+    store = new_batch(tmp_path, "one", "two", "three")
     store.enlist([new_job("one", rank=8), new_job("two"), new_job("three")])
     assert store.read_document("one")["config"] == {"rank": 8}
     first, second = store.claim(), store.claim()
@@ -141,7 +172,7 @@ def test_a_job_is_replaced_until_it_runs(tmp_path: Path) -> None:
 
 def test_images_that_are_added_while_a_job_runs_change_it_later(tmp_path: Path) -> None:
     """Who fills the store again and again, such as a CronJob, is not stopped by them."""
-    store = JobFiles(tmp_path)
+    store = JobStore(tmp_path)
     one, more = (NewJob("one", tmp_path, document={"data_hash": each}) for each in ("a", "b"))
     store.enlist([one])
     job = store.claim()
@@ -154,26 +185,17 @@ def test_images_that_are_added_while_a_job_runs_change_it_later(tmp_path: Path) 
 
 
 def test_a_job_for_another_version_of_the_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = new_files(tmp_path, "one")
+    store = new_batch(tmp_path, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(job_files, "__version__", "99.1")
+        patch.setattr(job_store, "__version__", "99.1")
         with pytest.raises(UsageError, match=r"Install that here: pip install lora-trainer=="):
             store.claim()
     assert store.claim() is not None
 
 
-def test_a_disk_without_hard_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def link(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", link)
-    with pytest.raises(UsageError, match="It needs a disk with hard links"):
-        JobFiles(tmp_path)
-
-
 def test_a_lost_answer_of_the_disk_is_no_second_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network disk makes the link, its answer is lost, and asking again finds the name taken: by this process."""
-    store = new_files(tmp_path, "one")
+    store = new_batch(tmp_path, "one")
     true = os.link
 
     def link(*arguments: Any) -> None:
@@ -187,14 +209,14 @@ def test_a_lost_answer_of_the_disk_is_no_second_claim(tmp_path: Path, monkeypatc
 
 
 def test_a_job_whose_file_is_missing_is_named(tmp_path: Path) -> None:
-    store = new_files(tmp_path, "one")
+    store = new_batch(tmp_path, "one")
     (tmp_path / "jobs" / "one" / "job.json").unlink()
     with pytest.raises(UsageError, match=r"job\.json cannot be read"):
         store.claim()
 
 
 def test_jobs_keep_their_progress_when_they_end(tmp_path: Path) -> None:
-    store = new_files(tmp_path, "one")
+    store = new_batch(tmp_path, "one")
     job = store.claim()
     assert job is not None
     assert job.claimed is not None
@@ -202,7 +224,7 @@ def test_jobs_keep_their_progress_when_they_end(tmp_path: Path) -> None:
     (shown,) = store.read_jobs()
     assert (shown.phase, shown.step, shown.total, shown.loss, shown.val_loss) == ("training", 4, 9, 0.25, 0.5)
     store.finish(job, DONE)
-    for seen in (store, JobFiles(tmp_path)):
+    for seen in (store, JobStore(tmp_path)):
         (shown,) = seen.read_jobs()
         assert (shown.phase, shown.step, shown.status, shown.scores) == (None, 4, "done", DONE.scores)
         assert replace(shown, seconds=0.0, step=None, total=None, loss=None, val_loss=None) == replace(
@@ -210,21 +232,30 @@ def test_jobs_keep_their_progress_when_they_end(tmp_path: Path) -> None:
         )
 
 
-def test_a_holder_that_the_disk_does_not_hear_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may take its job after two minutes: what it would still write is theirs."""
-    store = new_files(tmp_path, "one")
+@pytest.mark.parametrize("several", [True, False])
+def test_a_holder_that_the_disk_does_not_hear_stops_where_others_may_take_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """What it would still write is theirs then. On one machine its number is sign enough."""
+    store = new_batch(tmp_path, "one")
+    store.write_note(SEVERAL_MACHINES, several)
     job = store.claim()
     assert job is not None
-    for name, seconds in (("LOOK_SECONDS", 0.01), ("BEAT_SECONDS", 0.01), ("SILENT_SECONDS", 2.5)):
-        monkeypatch.setattr(worker, name, seconds)
+    refused = threading.Event()
+
+    def refuse(*_: object) -> None:
+        refused.set()
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("LOOK_SECONDS", "BEAT_SECONDS"):
+        monkeypatch.setattr(worker, name, 0.01)
     stopped = threading.Event()
     with worker.keeping(store, job, stopped.set) as kept:
         assert not stopped.wait(0.3)
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "touch", refuse)
-            assert stopped.wait(300)
-    assert kept.is_over
-
-
-def refuse(*_: object) -> None:
-    raise OSError(errno.EIO, "Input/output error")
+        monkeypatch.setattr(Path, "touch", refuse)
+        monkeypatch.setattr(worker, "SILENT_SECONDS", 0.0)
+        assert refused.wait(300)
+        refused.clear()
+        assert refused.wait(300), "it was asked again"
+        assert stopped.wait(300 if several else 0) == several
+    assert kept.is_over == several

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from lora_trainer.core.errors import Problem, UsageError, nearest
 
 if TYPE_CHECKING:
-    from lora_trainer.batch.job_store import JobStore
+    from lora_trainer.jobs.job_store import JobStore
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Executor(Protocol):
         """Take jobs that are not to begin any more out of the engine's own queue."""
 
 
-EXECUTORS = {name: f"lora_trainer.batch.executors.{name}" for name in ("local", "ray", "slurm")}
+EXECUTORS = {name: f"lora_trainer.jobs.executors.{name}" for name in ("local", "ray", "slurm")}
 
 
 def executor(name: str) -> Executor:

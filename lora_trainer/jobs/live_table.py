@@ -12,9 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.batch.background import repeating
-from lora_trainer.batch.job_store import COUNTED, JobStore, QueuedJob, unless_refused
 from lora_trainer.core.findings import printable
+from lora_trainer.jobs.background import repeating
+from lora_trainer.jobs.job_state import COUNTED, QueuedJob
+from lora_trainer.jobs.job_store import JobStore, unless_refused
 from lora_trainer.monitor.progress import duration
 
 LOOK_EVERY_SECONDS = 0.5

@@ -11,18 +11,18 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lora_trainer.batch.job_store import WAIT_MINUTES, JobStore
-from lora_trainer.batch.stores import store_of
-from lora_trainer.batch.worker import SAFE, work
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus, visible_gpus
 from lora_trainer.core.interrupt import end_quickly, listening, signal_itself
+from lora_trainer.jobs.job_state import WAIT_MINUTES
+from lora_trainer.jobs.job_store import JobStore, open_batch
+from lora_trainer.jobs.worker import SAFE, work
 from lora_trainer.models import FAMILIES
 from lora_trainer.run.order import plain_console
 
 if TYPE_CHECKING:
-    from lora_trainer.batch.executors import ExecutorOptions
+    from lora_trainer.jobs.executors import ExecutorOptions
     from lora_trainer.models.family import Family
 
 LOOK_EVERY_SECONDS = 2.0
@@ -126,7 +126,7 @@ def _work_alone(output: str, environment: dict[str, str]) -> None:
     """A worker process of a batch."""
 
     def work_on_queue() -> int | None:
-        store = store_of(Path(output))
+        store = open_batch(Path(output))
         with patient(Patience(store.read_note(WAIT_MINUTES), plain_console().print, lambda: SAFE)):
             try:
                 return work(store, kept_families(FAMILIES))

@@ -1,1 +1,0 @@
-"""Many datasets, one run each: the queue, its workers, and the summary."""
