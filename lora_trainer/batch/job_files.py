@@ -47,7 +47,7 @@ from lora_trainer.core.io import create_exclusively, finite, json_document, read
 from lora_trainer.core.version import __version__
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Progress
+    from lora_trainer.run_folder.progress import Progress
 
 FOLDER, LIST, JOB = "jobs", ".batch", "job.json"
 VERSION = 1

@@ -26,7 +26,7 @@ from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNAL
 from lora_trainer.core.hardware import this_machine
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Progress
+    from lora_trainer.run_folder.progress import Progress
 
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it

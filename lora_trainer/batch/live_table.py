@@ -15,7 +15,7 @@ from rich.text import Text
 from lora_trainer.batch.background import repeating
 from lora_trainer.batch.job_store import COUNTED, JobStore, QueuedJob, unless_refused
 from lora_trainer.core.findings import printable
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 
 LOOK_EVERY_SECONDS = 0.5
 STYLES = {

@@ -33,7 +33,7 @@ from lora_trainer.core.disk import refusal, write_with_retry
 from lora_trainer.core.errors import TRAINING_FAILED, Problem, UsageError
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Progress
+    from lora_trainer.run_folder.progress import Progress
 
 FILE = "batch.sqlite"
 BUSY_SECONDS = 30.0

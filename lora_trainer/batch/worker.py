@@ -32,7 +32,7 @@ from lora_trainer.run.train import ended_by, train
 
 if TYPE_CHECKING:  # it loads torch
     from lora_trainer.models.family import Family
-    from lora_trainer.monitor.progress import Progress, Watch
+    from lora_trainer.run_folder.progress import Progress, Watch
     from lora_trainer.training.run_group import Member
 
 Adapt = Callable[[Resolved, Console], Resolved]

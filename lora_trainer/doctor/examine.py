@@ -121,11 +121,11 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
     if described.resolved is None and (config := recorded_config(run.report)) is not None:
         cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
         places = [("cache", cache, None), ("output", folder, None)]
-    facts = measured(facts, described, places, online=online, on_gpu=not run.is_live)
-    if not run.is_live:
+    facts = measured(facts, described, places, online=online, on_gpu=run.live is None)
+    if run.live is None:
         return Diagnosis((("after", tuple(after_lines(run))), ("before", before(facts, described))))
     facts = beside(run, facts)
-    return Diagnosis((("during", tuple(during_lines(run, facts))), ("before", before(facts, described))))
+    return Diagnosis((("during", tuple(during_lines(run, run.live, facts))), ("before", before(facts, described))))
 
 
 def beside(run: RunFacts, facts: MachineFacts) -> MachineFacts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lora_trainer.evaluation.lora_report import BASE_FEATURES
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
 from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import RunReport, column, mapping, number

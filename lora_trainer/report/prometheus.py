@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.monitor.trackers import METRICS, SYSTEM, VALIDATION
 from lora_trainer.report.read import mapping, number
 from lora_trainer.report.record import FILE, read_record
+from lora_trainer.run_folder.alive import is_alive
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -97,6 +98,7 @@ class RunsCollector:
             for state in STATES:
                 about = f"1 for the state that the run is in: {', '.join(STATES)}"
                 add(f"{PREFIX}_run_status", about, {**own, "status": state}, float(record.get("status") == state))
+            add(f"{PREFIX}_run_alive", "1 while a process trains it, else 0", own, float(is_alive(folder)))
             for name, value in mapping(record.get("scores")).items():
                 if (score := number(value)) is not None:
                     about = "score of the dataset and of the LoRA, 0 to 1"

@@ -17,7 +17,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
 from lora_trainer.monitor.profile_files import PROFILE
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.report.bottleneck import percent
 from lora_trainer.report.candidates import compared_rows

@@ -44,7 +44,7 @@ from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.idle import IdleSetup, means_of
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
-from lora_trainer.monitor.progress import Phase, Progress, step_line
+from lora_trainer.monitor.progress_line import step_line
 from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_record
@@ -87,6 +87,7 @@ from lora_trainer.run.session import (
 from lora_trainer.run.start import class_image_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.run.verdict_images import keep_verdict_images
+from lora_trainer.run_folder.progress import Phase, Progress
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.checkpoints.scratch import make_scratch
@@ -135,6 +136,8 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
     refuse_other_class_images(start, settings, order.folder, order.config)
     for line in order.differences:
         order.console.print(line)
+    done, total = start.state.step if start else 0, session.steps.total
+    order.watch(Progress("caching", done, total))
     session, run = prepare(session, settings)
     if session.processes.is_main:
         text = to_toml(repeatable_config(session, run.context.built.attention))
@@ -150,7 +153,6 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
     with remembering():  # what was trained is recorded before a signal ends the run
         try:
             shapes = weight_shapes(run.context)
-            done, total = start.state.step if start else 0, session.steps.total
             room = room_for(session.config, order.folder, shapes, done, total, session.steps.steps_per_epoch)
             if room.problem is not None:
                 raise UsageError(room.problem)
@@ -210,7 +212,6 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         console.print(line)
     show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
     began = time.monotonic()
-    session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
     session = replace(session, cache_seconds=session.cache_seconds + time.monotonic() - began)
     images = measured_images(config, inputs, plans)

@@ -19,7 +19,7 @@ from lora_trainer.data.captions import most_choices
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.models.folder import read_config
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_bytes, own_architecture
 
 if TYPE_CHECKING:

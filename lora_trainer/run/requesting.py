@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.report.record import read_record
-from lora_trainer.run.folder import holder_of
+from lora_trainer.run_folder.alive import is_alive
 from lora_trainer.training.requests import ANSWERED, write_request
 
 
@@ -23,7 +23,7 @@ def send_request(run: Path, do: str, prompts: Sequence[str] = ()) -> Path:
                 "not_a_run", f"{run} is not a run: it has no run.json.", "Name the folder of a run, such as runs/cat."
             )
         )
-    if record.get("status") != "running" or holder_of(run) is None:
+    if record.get("status") != "running" or not is_alive(run):
         status = "was killed" if record.get("status") == "running" else f"its status is {record.get('status')}"
         raise UsageError(
             Problem(

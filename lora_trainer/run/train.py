@@ -33,7 +33,6 @@ from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.monitor.progress import Progress
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.read import checkpoints_in, keeps_state
 from lora_trainer.report.record import FILE as RECORD
@@ -43,7 +42,6 @@ from lora_trainer.run.bases.find import find_base, named_absolutely, on_stderr, 
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
-    LOCK,
     asks_for_more,
     claim,
     ended_early,
@@ -66,6 +64,8 @@ from lora_trainer.run.lost_files import lost_loras
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.settings import refuse_guidance, refuse_unchecked, refuse_unmeasured, with_installed_libraries
+from lora_trainer.run_folder.file_names import LOCK
+from lora_trainer.run_folder.progress import Progress, ProgressFile
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.config.layers import Resolved
@@ -310,8 +310,14 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     processes = join_processes(order.config.train.process_timeout_minutes)
     processes.wait()
     # A signal ends only the session; the record is written before and after it.
-    with locked_folder(order) as lock_again, patient(patience_of(order)) as patience, remembering():
+    with (
+        locked_folder(order) as lock_again,
+        ProgressFile(folder if is_main_process() else None) as progress_file,
+        patient(patience_of(order)) as patience,
+        remembering(),
+    ):
         patience.keep(LOCK, lock_again)
+        order = replace(order, watch=progress_file.also(order.watch))
         if order.resume and is_main_process():
             take = partial(take_over, folder / "checkpoints", order.console.print)
             write_with_retry("what a killed session left in its scratch folder", folder, take)
@@ -330,6 +336,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             if isinstance(error, UsageError) and trained == before:
                 if is_main_process():
                     threads.finish(RunEnding("failed", error.exit_code))
+                    progress_file.close()
                     leave_as_found(folder, previous)
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)

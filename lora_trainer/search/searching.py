@@ -23,15 +23,16 @@ from lora_trainer.core.intervals import FEWEST_VALUES, MOST_VALUES
 from lora_trainer.core.launch import launched
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.models import FAMILIES
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report.record import read_record
-from lora_trainer.run.folder import LOCKS, locked
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
 from lora_trainer.run.settings import with_installed_libraries
 from lora_trainer.run.train import refuse_data
+from lora_trainer.run_folder.file_names import LOCKS
+from lora_trainer.run_folder.lock import locked
 from lora_trainer.search.confirm import Confirmation, confirm
 from lora_trainer.search.outcome import write_outcome
 from lora_trainer.search.search_page import write_page

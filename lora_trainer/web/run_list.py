@@ -14,11 +14,13 @@ from urllib.parse import quote
 import psutil
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.monitor.trackers import METRICS, VALIDATION
+from lora_trainer.monitor.trackers import VALIDATION
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import mapping, number, text, whole
 from lora_trainer.report.record import FILE, read_record
-from lora_trainer.run.folder import holder_of
+from lora_trainer.run_folder.alive import is_alive
+from lora_trainer.run_folder.file_names import PROGRESS
+from lora_trainer.run_folder.progress import read_progress
 from lora_trainer.web.safety import Refusal
 
 OWN = ".ui"  # the server's own folder inside of that of the runs
@@ -102,7 +104,7 @@ class RunList:
             return self._row(folder)
 
     def _row(self, folder: Path) -> dict[str, Any]:
-        files = (folder / FILE, folder / "samples", folder / METRICS, folder / VALIDATION)
+        files = (folder / FILE, folder / "samples", folder / PROGRESS, folder / VALIDATION)
         kept = self._kept.get(folder)
         stamps = tuple(map(stamp_of, files[:2]))
         # What an ended run wrote in its steps is in its record.
@@ -110,7 +112,7 @@ class RunList:
             stamps = tuple(map(stamp_of, files))
             if kept is None or kept.stamps != stamps:
                 kept = self._kept[folder] = KeptRow(stamps, row_of(folder, self.output))
-        row = {**kept.row, "is_live": kept.row["status"] == "running" and holder_of(folder) is not None}
+        row = {**kept.row, "is_live": kept.row["status"] == "running" and is_alive(folder)}
         if row["outcome"] and row["lora"] and not (folder / row["lora"]).is_file():
             row["outcome"] = "missing"  # its files change without its record
         return row
@@ -144,9 +146,11 @@ def row_of(folder: Path, output: Path) -> dict[str, Any]:
         mapping(record.get("scores")),
         mapping(record.get("training")),
     )
-    total = whole(mapping(record.get("arithmetic")).get("total"))
-    row, validation = newest_row(folder / METRICS)[0], newest_row(folder / VALIDATION)[0]
-    step = max(whole(row.get("step")) or 0, whole(record.get("steps")) or 0)
+    phase, step, loss = None, whole(record.get("steps")) or 0, number(training.get("loss_average"))
+    if status == "running" and (written := read_progress(folder)) is not None:
+        progress = written.progress
+        phase, step, loss = progress.phase, max(step, progress.step), progress.loss
+    validation = newest_row(folder / VALIDATION)[0]
     changed = stamp_of(folder / FILE)
     preview = newest_sample(folder / "samples")
     return {
@@ -155,10 +159,10 @@ def row_of(folder: Path, output: Path) -> dict[str, Any]:
         "folder": str(folder),
         "status": status,
         "reason": record.get("reason"),
-        "phase": phase_of(total, row, step) if status == "running" else None,
+        "phase": phase,
         "step": step,
-        "total": total,
-        "loss": number(row.get("loss")) if status == "running" else number(training.get("loss_average")),
+        "total": whole(mapping(record.get("arithmetic")).get("total")),
+        "loss": loss,
         "val_loss": number(validation.get("loss")),
         "family": text(mapping(record.get("model")).get("family")) or None,
         "base": text(mapping(mapping(record.get("config")).get("model")).get("path")) or None,
@@ -169,13 +173,6 @@ def row_of(folder: Path, output: Path) -> dict[str, Any]:
         "lora": text(mapping(record.get("files")).get("kohya")) or None,
         "preview": None if preview is None else file_url(run, f"samples/{preview}"),
     }
-
-
-def phase_of(total: int | None, row: Mapping[str, Any], step: int) -> str:
-    """Where a run that trains is, by what it wrote so far."""
-    if total is None:
-        return "checking"
-    return "caching" if not row and not step else "training" if step < total else "validating"
 
 
 def newest_sample(folder: Path) -> str | None:

@@ -20,7 +20,8 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
 from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of, text
 from lora_trainer.report.record import BEFORE_AFTER, read_record
-from lora_trainer.run.folder import holder_of, take_free_lock
+from lora_trainer.run_folder.alive import is_alive, live_progress
+from lora_trainer.run_folder.lock import take_free_lock
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
 from lora_trainer.web.children import read_end, stop_process
@@ -73,7 +74,8 @@ def show_run(run: str, state: State) -> Response:
     record, row = read_record(folder) or {}, state.runs.row(folder)
     resumes = keeps_state(record) and (folder / "config.toml").is_file()
     # After its last step its LoRA is exported and scored: nothing reads requests.
-    trains = [] if record.get("training") or row["phase"] == "validating" else KINDS
+    is_trained = bool(record.get("training")) or (row["total"] is not None and row["step"] >= row["total"])
+    trains = [] if is_trained else KINDS
     may = ["stop", *trains] if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
     lora = text(mapping(record.get("files")).get("kohya"))
@@ -242,10 +244,10 @@ def stop_run(run: str, state: State) -> Response:
     child = state.children.of(run)
     if child is not None and (run in starting or state.run_rows.is_starting_again(state.runs.row(folder))):
         child.stop()
-    elif state.runs.row(folder)["status"] != "running" or (holder := holder_of(folder)) is None:
+    elif state.runs.row(folder)["status"] != "running" or (live := live_progress(folder)) is None:
         raise Refusal(409, Problem("not_running", f"{folder.name} does not run.", "There is nothing to stop."))
-    elif holder.is_of_this_machine:
-        stop_process(holder.process, holder.started)
+    elif live.is_of_this_machine:
+        stop_process(live.pid, live.start)
     else:
         raise Refusal(
             409, Problem("on_other_machine", f"{folder.name} is trained on another machine.", "Stop it there.")
@@ -268,7 +270,7 @@ def cancel_job(folder: Path) -> bool:
 def request_of_run(run: str, request: SentRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
-    if holder_of(folder) is None:
+    if not is_alive(folder):
         raise Refusal(409, Problem("not_running", f"{folder.name} does not run.", "Resume it first."))
     if (read_record(folder) or {}).get("training"):
         raise Refusal(409, Problem("run_not_training", f"{folder.name} does not train any more.", "Wait for its end."))
@@ -290,10 +292,10 @@ def delete_run(run: str, state: State) -> Response:
         state.request_file(run).unlink(missing_ok=True)
         return JSON({"moved_to": None})
     folder = folder_of(run, state.output)
-    if holder_of(folder) is not None:
+    if is_alive(folder):
         raise Refusal(409, Problem("already_running", f"{folder.name} runs.", "Stop it first."))
     try:
-        # The note of a run that trains may be missing, on a full disk, or old, by another machine's clock.
+        # The sign of life of a run that trains may be missing, on a full disk, or old, by another machine's clock.
         take_free_lock(folder, "Stop it first.").release()
     except UsageError as error:
         raise Refusal(409, error.problems) from error

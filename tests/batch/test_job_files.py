@@ -19,7 +19,7 @@ from lora_trainer.batch import job_files, job_store, worker
 from lora_trainer.batch.job_files import JobFiles
 from lora_trainer.batch.job_store import Ending, NewJob
 from lora_trainer.core.errors import UsageError
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.batch.childs_work import claim_and_hang, take_all
 from tests.recipes.recipe import contents
 

@@ -19,7 +19,7 @@ from lora_trainer.batch.job_files import JobFiles
 from lora_trainer.batch.job_store import Ending, JobStore, NewJob, QueuedJob
 from lora_trainer.batch.queue import JobQueue
 from lora_trainer.core.errors import UsageError
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.recipes.recipe import patched
 
 NewStore = Callable[..., JobStore]

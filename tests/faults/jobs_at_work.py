@@ -17,7 +17,7 @@ from lora_trainer.batch.job_files import JobFiles
 from lora_trainer.batch.job_store import Ending, NewJob, QueuedJob
 from lora_trainer.batch.stores import holds_batch
 from lora_trainer.batch.summary import write_summary
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.faults.disk import Mode, Page, loaded_page
 
 MODES = (Mode.KILL, Mode.TORN, Mode.CUT, Mode.FAIL, Mode.FULL, Mode.LOCKED)

@@ -15,9 +15,9 @@ import pytest
 from lora_trainer.batch import job_store, live_table, queue, worker
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
-from lora_trainer.monitor.progress import Progress
 from lora_trainer.run.order import Order
 from lora_trainer.run.train import RunResult
+from lora_trainer.run_folder.progress import Progress
 from tests.recipes.recipe import patched
 from tests.recipes.test_batch import Night, make_root
 from tests.recipes.test_full_disk import BALLAST, fill_up, in_pauses, small_disk
