@@ -11,8 +11,8 @@ from lora_trainer.batch.job_store import EXECUTOR, JobStore, QueuedJob
 from lora_trainer.batch.stores import store_of
 from lora_trainer.batch.summary import write_summary
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, Problem, UsageError, nearest
-from lora_trainer.report.record import read_record
 from lora_trainer.run.lost_files import lost_loras
+from lora_trainer.run_folder.record import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +97,6 @@ def is_open(job: QueuedJob, store: JobStore, again: Sequence[str]) -> bool:
     """Whether a finished job must run again: its LoRA or its run was deleted or damaged. `again`: statuses to repeat."""
     if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
         folder = store.output / job.name
-        record = read_record(folder)
+        record = Record.read(folder)
         return record is None or bool(lost_loras(folder, record))
     return job.status in again

@@ -14,7 +14,7 @@ from lora_trainer.monitor.idle import BUSY, RECENT_ROWS, causes_of, clocks_of, m
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
 from lora_trainer.monitor.progress_line import clock_time
 from lora_trainer.monitor.slowness import waiting_limit
-from lora_trainer.report.read import keeps_state, number, text
+from lora_trainer.report.read import number, text
 from lora_trainer.report.targets import setup_of, why_not_measured
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def sign_of_life(run: RunFacts, live: WrittenProgress) -> Lines:
     found = f"{phase}; the last progress was reported {clock_time(silent)} ago"
     if phase == "training" and silent > allowed:
         who = f" (process {live.pid})" if live.is_of_this_machine else ""
-        then = "continue with --resume" if keeps_state(run.report.record) else "start it again with another --name"
+        then = "continue with --resume" if run.report.record.keeps_state else "start it again with another --name"
         fix = f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and {then}"
         yield warning("sign of life", found, f"one within {clock_time(allowed)}", fix)
     else:
@@ -113,7 +113,7 @@ def speed(run: RunFacts) -> Lines:
 
 def gpu_use(run: RunFacts) -> Lines:
     """The load of the run's own GPUs, as it measured them in its latest rows of system.jsonl, and why they are idle."""
-    if not text(run.report.part("hardware").get("device")).startswith("cuda"):
+    if not text(run.report.record.hardware.get("device")).startswith("cuda"):
         return
     rows = run.report.system[-RECENT_ROWS:]
     means = means_of(rows)

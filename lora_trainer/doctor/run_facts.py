@@ -9,13 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from pydantic import ValidationError
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
-from lora_trainer.report.read import RunReport, number, read_run, text
+from lora_trainer.report.read import RunReport, number, read_run
 from lora_trainer.run.lost_files import LORA_FILES, damage_of
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.run_folder.alive import live_progress
@@ -86,17 +84,9 @@ def process_use(live: WrittenProgress | None) -> tuple[float | None, int | None]
         return None, None
 
 
-def recorded_config(report: RunReport) -> Config | None:
-    """The run's settings, where this version still understands them."""
-    try:
-        return Config.model_validate(report.record.get("config") or {})
-    except ValidationError:
-        return None
-
-
 def remaining_room(report: RunReport, done: int) -> Room | None:
     """The disk space that the rest of the run will take, from the shapes in its newest checkpoint; None before one."""
-    config, total = recorded_config(report), report.planned
+    config, total = report.record.read_config(), report.planned
     newest = list_checkpoints(report.folder / "checkpoints")[:1]
     if config is None or total is None or not newest:
         return None
@@ -112,8 +102,8 @@ def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
     """Read the files of a run that is over: what is damaged or missing and why, and what is as it was written."""
     damaged: dict[str, str] = {}
     checked: list[str] = []
-    for kind, name in report.part("files").items():
-        if not text(name):
+    for kind, name in report.record.files.items():
+        if name is None:
             continue
         path = report.folder / name
         if kind in LORA_FILES:

@@ -5,38 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.report.read import checkpoints_in, keeps_state
-from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import read_record
+from lora_trainer.report.read import checkpoints_in, mapping
 from lora_trainer.run.changed_data import FILE as IMAGES
 from lora_trainer.run.inputs import data_sources
 from lora_trainer.run_folder.alive import is_alive
-from lora_trainer.run_folder.file_names import LOCK, LOCKS, PROGRESS
-from lora_trainer.run_folder.lock import ANOTHER_RUN, IS_LOCKED, locked, take_free_lock
+from lora_trainer.run_folder.lock import ANOTHER_RUN, IS_LOCKED, LOCK, LOCKS, locked, take_free_lock
+from lora_trainer.run_folder.progress import PROGRESS
+from lora_trainer.run_folder.record import RECORD, Record
 
 if TYPE_CHECKING:
     from lora_trainer.run.order import Order
 
-UNFINISHED = ("running", "stopped", "failed")
 RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
 LENGTHS = ("max_steps", "max_epochs", "total_repeats", "step_ceiling", "max_hours")
 
 
-def claim(order: Order, *, only_looks: bool = False) -> dict[str, Any] | None:
+def claim(order: Order, *, only_looks: bool = False) -> Record | None:
     """The record of the run in the folder, where `--resume` may continue it. Who `only_looks` takes no lock.
 
     Raises UsageError when another process writes there, when the folder holds a run and
     `--resume` is missing, when it holds something else, or cannot be written.
     """
-    folder, record = order.folder, read_record(order.folder)
+    folder, record = order.folder, Record.read(order.folder)
     wrong = [name for name in OWN if (folder / name).is_dir()]
     if wrong:
         raise UsageError(
@@ -73,42 +72,39 @@ def is_free(folder: Path) -> bool:
     return all(name in (*LOCKS, PROGRESS) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
 
 
-def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
+def refuse_used(order: Order, record: Record | None) -> None:
     """Raise UsageError when the folder holds a run and `--resume` is missing."""
     if record is not None and not order.resume:
         raise UsageError(
             Problem(
                 "output_exists",
-                f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
+                f"{order.folder} holds a run already (status {record.status}, step {record.steps}).",
                 "It cannot be resumed (checkpoint.save_state=false): choose another --name."
-                if not keeps_state(record) and checkpoints_in(order.folder / "checkpoints")
+                if not record.keeps_state and checkpoints_in(order.folder / "checkpoints")
                 else "It is finished: choose another --name, or add --resume and a larger --max-steps."
-                if is_finished(record)
+                if record.is_finished
                 else "Add --resume to continue it, or choose another --name.",
             )
         )
 
 
-def is_finished(record: dict[str, Any] | None) -> bool:
-    return record is not None and record.get("status") not in UNFINISHED
-
-
-def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
+def asks_for_more(order: Order, record: Record) -> bool:
     """Whether a finished run is resumed with another length, so that it may have steps left."""
     if ended_early(order, record):
         return False
-    if record.get("status") == "done" and record.get("training", {}).get("stopped_early"):
+    if record.status == "done" and record.training.get("stopped_early"):
         return True  # its patience is longer now
-    before, now = record.get("config", {}).get("train") or {}, order.config.train.model_dump(mode="json")
+    before, now = record.section("train"), order.config.train.model_dump(mode="json")
     return any(before.get(key) != now[key] for key in LENGTHS)
 
 
-def ended_early(order: Order, record: dict[str, Any]) -> bool:
+def ended_early(order: Order, record: Record) -> bool:
     """Whether a run stopped early and would again, with the patience that is set now."""
-    training = record.get("training", {})
     control = order.config.safeguards
-    without_gain = training.get("control", {}).get("without_gain", 0)
-    return bool(training.get("stopped_early")) and control.early_stopping and without_gain >= control.patience
+    if not record.training.get("stopped_early") or not control.early_stopping:
+        return False
+    without_gain = mapping(record.training.get("control")).get("without_gain", 0)
+    return bool(without_gain >= control.patience)
 
 
 def wrong_scratch(scratch: str | None) -> list[Problem]:
@@ -149,7 +145,7 @@ def locked_folder(order: Order) -> Iterator[Callable[[], None]]:
             Problem("output_not_writable", message, "Choose another --output, or make room there.")
         ) from error
     with locked(order.folder) as lock_again:
-        refuse_used(order, read_record(order.folder))
+        refuse_used(order, Record.read(order.folder))
         put_back(order.folder / "checkpoints")  # the only half-written files that can be used
         remove_unfinished(order.folder)
         reserve(order.folder)
@@ -175,13 +171,13 @@ def free_reserve(folder: Path) -> None:
         (folder / RESERVE).unlink(missing_ok=True)
 
 
-def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
+def leave_as_found(folder: Path, previous: Record | None) -> None:
     """Restore the folder after a usage error before training, so that the corrected command can run.
 
     Its `progress.json` is not written any more.
     """
     if previous is not None:
-        write_json(folder / RECORD, previous)
+        write_json(folder / RECORD, asdict(previous))
         return
     for name in (RECORD, "config.toml", IMAGES, RESERVE):
         (folder / name).unlink(missing_ok=True)

@@ -10,8 +10,10 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
-from lora_trainer.run_folder.file_names import LOCK, SOFT_LOCK
 
+LOCK = ".lock"
+SOFT_LOCK = ".lock.held"  # where the file system has no locks: names its owner
+LOCKS = (LOCK, SOFT_LOCK)
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 IS_LOCKED = "Another process is training a run in {folder}."
 ANOTHER_RUN = "Wait for it, or choose another --name."

@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from lora_trainer.core.hardware import this_machine
 from lora_trainer.core.io import finite
-from lora_trainer.run_folder.file_names import LOCKS, PROGRESS
+from lora_trainer.run_folder.lock import LOCKS
 
+PROGRESS = "progress.json"
 BEAT_SECONDS = 1.0
 TEMPORARY = f".{PROGRESS}.part"  # the name of something half written: the next run removes it
 Phase = Literal["checking", "caching", "training", "validating", "drawing"]
@@ -46,6 +47,7 @@ class Progress:
     memory_gib: float = 0.0
 
 
+PROGRESS_OF_JSON = TypeAdapter(Progress)
 Watch = Callable[[Progress], None]
 
 
@@ -87,10 +89,10 @@ def read_progress(folder: Path) -> WrittenProgress | None:
         with open(folder / PROGRESS, encoding="utf-8") as file:
             modified = os.fstat(file.fileno()).st_mtime
             document = json.load(file)
-        progress = TypeAdapter(Progress).validate_python(document)
+        progress = PROGRESS_OF_JSON.validate_python(document)
         times = {name: float(document[name]) for name in ("start", "reported", "beat")}
         return WrittenProgress(progress, str(document["host"]), int(document["pid"]), **times, modified=modified)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, ValidationError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -31,8 +31,7 @@ from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.train import refuse_data, train
-from lora_trainer.run_folder.file_names import LOCKS
-from lora_trainer.run_folder.lock import locked
+from lora_trainer.run_folder.lock import LOCKS, locked
 from lora_trainer.training.steering import RegularValidation, Steering
 
 if TYPE_CHECKING:

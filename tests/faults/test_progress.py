@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lora_trainer.run_folder.file_names import PROGRESS
-from lora_trainer.run_folder.progress import read_progress
+from lora_trainer.run_folder.progress import PROGRESS, read_progress
 from tests.faults.disk import HALF, Mode
 from tests.faults.ground import STEPS, Ground
 from tests.faults.tries import Expected, Row, Tried, differences, last_line, left_over, resumed, run_folder

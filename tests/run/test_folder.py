@@ -9,8 +9,8 @@ import pytest
 
 from lora_trainer.core.io import remove_unfinished
 from lora_trainer.run.folder import is_free, leave_as_found
-from lora_trainer.run_folder.file_names import LOCK, PROGRESS
-from lora_trainer.run_folder.lock import locked
+from lora_trainer.run_folder.lock import LOCK, locked
+from lora_trainer.run_folder.progress import PROGRESS
 
 
 def test_only_partial_files_are_deleted(tmp_path: Path) -> None:

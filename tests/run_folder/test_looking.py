@@ -24,9 +24,8 @@ from lora_trainer.report.prometheus import RunsCollector
 from lora_trainer.run.requesting import send_request
 from lora_trainer.run_folder import alive
 from lora_trainer.run_folder.alive import is_alive, live_progress
-from lora_trainer.run_folder.file_names import LOCK, PROGRESS
-from lora_trainer.run_folder.lock import locked
-from lora_trainer.run_folder.progress import Progress, ProgressFile, read_progress
+from lora_trainer.run_folder.lock import LOCK, locked
+from lora_trainer.run_folder.progress import PROGRESS, Progress, ProgressFile, read_progress
 from lora_trainer.web.run_list import RunList
 from tests.at_work import AT_WORK, at_work, write_now
 from tests.web.site import write_run

@@ -129,7 +129,7 @@ def test_an_idle_look_reads_no_file(state: ServerState, monkeypatch: pytest.Monk
     """And what is kept does not grow."""
     state.watcher.look()
     read: list[Path] = []
-    monkeypatch.setattr(run_list, "read_record", lambda folder: read.append(folder))
+    monkeypatch.setattr(run_list, "row_of", lambda folder, output: read.append(folder))
     monkeypatch.setattr(Tail, "read", lambda self: read.append(self.path))
     for _ in range(50):
         assert without_machine(state.watcher.look()) == []

@@ -14,7 +14,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.report import record as records
 from lora_trainer.run_folder.alive import is_alive, live_progress
 from lora_trainer.run_folder.lock import take_free_lock
 from lora_trainer.web import run_list
@@ -248,12 +247,13 @@ def test_a_thousand_runs_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / f"run-{number}").mkdir()
         (tmp_path / f"run-{number}" / "run.json").write_bytes(document)
     read: list[Path] = []
+    make_row = run_list.row_of
 
-    def read_record(folder: Path) -> dict[str, Any] | None:
+    def row_of(folder: Path, output: Path) -> dict[str, Any]:
         read.append(folder)
-        return records.read_record(folder)
+        return make_row(folder, output)
 
-    monkeypatch.setattr(run_list, "read_record", read_record)
+    monkeypatch.setattr(run_list, "row_of", row_of)
     runs = RunList(tmp_path)
     assert len(runs.rows()) == 1000
     assert len(read) == 1000
