@@ -1,1 +1,1 @@
-"""The folder of a run: the names of its files, who trains in it, and how far the run is. No torch."""
+"""The folder of a run: who trains in it, how far the run is, and its record. No torch."""
