@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
     from lora_trainer.dataset_check import DataReport
     from lora_trainer.evaluation.lora_report import LoraReport
-    from lora_trainer.monitor.progress import Watch
     from lora_trainer.run.plans.plan import Plan
     from lora_trainer.run.train import RunResult
+    from lora_trainer.run_folder.progress import Watch
 
 
 class Options(TypedDict, total=False):

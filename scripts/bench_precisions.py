@@ -19,7 +19,6 @@ from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.layers import Layer
 from lora_trainer.models.quantization.store import make_quantizer
 from lora_trainer.models.sd15 import FAMILY
-from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs
@@ -27,6 +26,7 @@ from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
+from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training.loop import train
 
 VARIANTS: dict[str, dict[str, object]] = {

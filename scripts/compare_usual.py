@@ -45,7 +45,6 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.validation_loss import ValidationLoss, validation_losses
 from lora_trainer.models.sd15 import FAMILY
-from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.run.flow import VALIDATION_TIMESTEPS, prepare
 from lora_trainer.run.inputs import read_inputs
@@ -53,6 +52,7 @@ from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
+from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training.loop import train
 from lora_trainer.training.torch_settings import set_hardware
 

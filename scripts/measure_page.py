@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock
+
+from lora_trainer.run_folder.progress import Progress
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
+from tests.at_work import at_work  # noqa: E402
 from tests.page.browser import Browser, browsing  # noqa: E402
 from tests.web.site import write_run  # noqa: E402
 from tests.web.test_serve import served  # noqa: E402
@@ -129,11 +131,12 @@ def idle(browser: Browser, page: str, minutes: float, server: psutil.Process) ->
 def train(folder: Path, steps_per_second: float, stop: threading.Event) -> None:
     """Be a run that writes so many steps a second."""
     step = 40
-    with FileLock(folder / ".lock"):
+    with at_work(folder) as progress_file:
         while not stop.wait(1 / steps_per_second):
             step += 1
             with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "loss": 1.0 / step, "lr": 1e-4, "seconds": 1.0}) + "\n")
+            progress_file.show(Progress("training", step, 100_000, loss=1.0 / step))
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ ORDER = (
     "the disk",
     "a full file system",
     "the run's folder",
+    "progress.json",
     "the newest checkpoint",
     "all checkpoints",
     "caches",
@@ -57,6 +58,7 @@ Operations on the disk (write, open, flush, rename, mkdir, unlink, truncate) are
 safetensors, in the calls to the C library (`tests/faults/disk.c`). SIGKILL keeps what the system has taken; a power cut
 is simulated by SIGKILL and the loss of everything that was not flushed. Runs are forked from a process that has imported
 everything, except for "a real command". The gate and the images are skipped where the fault comes before them.
+A thread writes `progress.json` by the clock, so what touches it has no number: it fails in rows of its own.
 
 The system decides how the writing thread and the loop interleave. So "every" means every number of an operation, and two
 tries may hit the same one. A run of 4 steps never deletes an old checkpoint; `tests/training/checkpoints/test_checkpoint.py`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_trainer.report.record import step_files
+from lora_trainer.run_folder.record import step_files
 
 
 def test_files_of_steps_are_found_by_any_name_in_order(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Interrupt, stop_if_signalled
 from lora_trainer.data.loader import prefetch
-from lora_trainer.monitor.progress import step_line
+from lora_trainer.monitor.progress_line import step_line
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import Trackers

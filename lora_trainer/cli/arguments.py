@@ -22,6 +22,7 @@ from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.run.reading import model_of_run
 from lora_trainer.run.settings import go_offline, settle
+from lora_trainer.run_folder.record import RECORD
 
 # Flag, the setting that it sets, the name of its value, help.
 SETTING_FLAGS = (
@@ -377,7 +378,7 @@ def _moved_run(path: str | None, file: Sequence[Layer], flags: Sequence[Layer]) 
     if path is None or not file or any({"output", "name"} & set(layer.values.get("run", {})) for layer in flags):
         return []
     folder, run = Path(path).resolve().parent, file[0].values.get("run", {})
-    if Path(path).name != "config.toml" or not (folder / "run.json").is_file() or not isinstance(run, dict):
+    if Path(path).name != "config.toml" or not (folder / RECORD).is_file() or not isinstance(run, dict):
         return []
     named = Path(str(run.get("output", ""))) / str(run.get("name", ""))
     if named.resolve() == folder:

@@ -10,9 +10,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import printable
 from lora_trainer.report import FILE, advice_lines, write_comparison, write_report
 from lora_trainer.report.failures import failure_lines
-from lora_trainer.report.read import mapping
-from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import read_record
+from lora_trainer.run_folder.record import RECORD, Record
 
 COMPARISON = "comparison.html"
 
@@ -33,7 +31,7 @@ def report_command(runs: Sequence[str], output: str | None = None) -> int:
         if not (folder / RECORD).is_file():
             fix = "Name folders of runs, such as runs/cat, or a folder that holds runs."
             problems.append(Problem("not_a_run", f"{folder} is not a run: it has no {RECORD}.", fix))
-        elif not mapping((read_record(folder) or {}).get("config")):  # a page of it would say nothing of the run
+        elif (record := Record.read(folder)) is None or not record.config:  # a page of it would say nothing of the run
             fix = f"Copy {RECORD} back from a backup. The report that is there is left as it is."
             problems.append(
                 Problem("run_damaged", f"{folder / RECORD} is damaged: the run's settings cannot be read from it.", fix)

@@ -9,9 +9,9 @@ from lora_trainer.core.hardware import package_versions
 from lora_trainer.doctor.during import events_so_far
 from lora_trainer.doctor.lines import Lines, error, ok, warning
 from lora_trainer.report.ending import verdict_of
-from lora_trainer.report.read import keeps_state, mapping, text
+from lora_trainer.report.read import text
 from lora_trainer.report.targets import targets_of
-from lora_trainer.run.folder import UNFINISHED
+from lora_trainer.run_folder.record import UNFINISHED
 
 if TYPE_CHECKING:
     from lora_trainer.doctor.run_facts import RunFacts
@@ -32,7 +32,7 @@ def after_lines(run: RunFacts) -> Lines:
 def ending(run: RunFacts) -> Lines:
     """How it ended, why, and what to do next."""
     report = run.report
-    if not report.record.get("config"):
+    if not report.record.config:
         fix = "run the same command again with --resume: it continues from the newest checkpoint with its state"
         yield error("status", "run.json is damaged or missing", "a record", fix)
         return
@@ -58,14 +58,14 @@ def files(run: RunFacts) -> Lines:
     """Whether the files that the run wrote are there, and what was written."""
     for name, why in (run.damaged or {}).items():
         if name.startswith("checkpoints/"):
-            fix = "delete it: --resume uses the one before" if keeps_state(run.report.record) else "delete it"
+            fix = "delete it: --resume uses the one before" if run.report.record.keeps_state else "delete it"
             yield error("files", f"{name}: {why}", "as it was written", fix)
         else:
             again = (
                 f"lora-trainer report {run.report.folder}"
                 if name.endswith(".html")
                 else "export it again: --resume, or copy it from a backup"
-                if keeps_state(run.report.record)
+                if run.report.record.keeps_state
                 else "copy it from a backup"
             )
             yield error("files", f"{name}: {why}", "as it was written", again)
@@ -102,9 +102,9 @@ def targets(run: RunFacts) -> Lines:
 
 def other_versions(run: RunFacts) -> Lines:
     """Other packages than those that the run was trained with, where it can be resumed."""
-    if run.report.status not in (*UNFINISHED, "unknown"):
+    if run.report.status not in UNFINISHED:
         return
-    then, now = mapping(run.report.record.get("versions")), package_versions()
+    then, now = run.report.record.versions, package_versions()
     changed = [
         f"{name} {text(then[name])} is now {now[name]}"
         for name in AS_RECORDED

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
 from lora_trainer.doctor.lines import Lines, error, ok, warning
-from lora_trainer.doctor.run_facts import RunFacts, last_step, recent
+from lora_trainer.doctor.run_facts import RunFacts, recent
 from lora_trainer.monitor.idle import BUSY, RECENT_ROWS, causes_of, clocks_of, means_of, slow_data
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
-from lora_trainer.monitor.progress import clock_time
+from lora_trainer.monitor.progress_line import clock_time
 from lora_trainer.monitor.slowness import waiting_limit
-from lora_trainer.report.read import keeps_state, number, text
+from lora_trainer.report.read import number, text
 from lora_trainer.report.targets import setup_of, why_not_measured
 
 if TYPE_CHECKING:
     from lora_trainer.doctor.facts import MachineFacts
+    from lora_trainer.run_folder.progress import WrittenProgress
 
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
 SLOWER = 2.0
@@ -26,26 +27,26 @@ GIB = 2**30
 HARMLESS = ("resumed", "signal", "request")
 
 
-def during_lines(run: RunFacts, facts: MachineFacts) -> Lines:
-    """Everything about a run that is training now."""
-    yield from progress(run)
-    yield from sign_of_life(run)
-    yield from its_process(run, facts)
+def during_lines(run: RunFacts, live: WrittenProgress, facts: MachineFacts) -> Lines:
+    """Everything about a run that is training now; `live` is what it wrote last of its progress."""
+    yield from progress(run, live)
+    yield from sign_of_life(run, live)
+    yield from its_process(run, live, facts)
     yield from speed(run)
     yield from gpu_use(run)
     yield from room_left(run)
     yield from events_so_far(run)
 
 
-def progress(run: RunFacts) -> Lines:
+def progress(run: RunFacts, live: WrittenProgress) -> Lines:
     """Step, loss, speed, and the time that is left."""
-    step, total = last_step(run), run.report.planned
+    step, total = live.progress.step, live.progress.total
     if not run.rows:
-        yield ok("progress", f"before the first step, {run.age:.0f} s since it last wrote a file")
+        yield ok("progress", f"{live.progress.phase}, before the first step")
         return
     seconds = recent(run.rows, "seconds")
     pace = median(seconds) if seconds else 0.0
-    left = "" if total is None or not pace else f", ETA {clock_time((total - step) * pace)}"
+    left = "" if not total or not pace else f", ETA {clock_time((total - step) * pace)}"
     rate = "" if not pace else f", {1 / pace:.1f}it/s" if pace < 1 else f", {pace:.1f}s/it"
     of = f" of {total:,} ({step / total:.0%})" if total else ""
     losses = recent(run.rows, "loss")
@@ -57,27 +58,28 @@ def progress(run: RunFacts) -> Lines:
         yield ok("progress", found)
 
 
-def sign_of_life(run: RunFacts) -> Lines:
-    """How long ago the run last wrote a file."""
+def sign_of_life(run: RunFacts, live: WrittenProgress) -> Lines:
+    """How long ago the run last reported its progress, which it does at least every few steps while it trains."""
+    phase, silent = live.progress.phase, live.silent_seconds
     allowed = max(QUIET_SECONDS, QUIET_STEPS * (run.usual_seconds or 0.0))
-    found = f"a file was written {clock_time(run.age)} ago"
-    if run.age > allowed:
-        who = f" (process {run.process})" if run.process else ""
-        then = "continue with --resume" if keeps_state(run.report.record) else "start it again with another --name"
+    found = f"{phase}; the last progress was reported {clock_time(silent)} ago"
+    if phase == "training" and silent > allowed:
+        who = f" (process {live.pid})" if live.is_of_this_machine else ""
+        then = "continue with --resume" if run.report.record.keeps_state else "start it again with another --name"
         fix = f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and {then}"
         yield warning("sign of life", found, f"one within {clock_time(allowed)}", fix)
     else:
         yield ok("sign of life", found)
 
 
-def its_process(run: RunFacts, facts: MachineFacts) -> Lines:
+def its_process(run: RunFacts, live: WrittenProgress, facts: MachineFacts) -> Lines:
     """The process, and the system's memory beside it."""
-    if run.process is None:
-        yield ok("process", "it holds the folder's lock; its number is not known here")
+    if not live.is_of_this_machine:
+        yield ok("process", f"{live.pid}, on another machine")
     else:
         cpus = "" if run.process_cpus is None else f", {run.process_cpus:.1f} CPUs"
         memory = "" if run.process_memory is None else f", {run.process_memory / GIB:.1f} GiB of memory"
-        yield ok("process", f"{run.process}{cpus}{memory}")
+        yield ok("process", f"{live.pid}{cpus}{memory}")
     limit = max(facts.memory_limit, 1)
     share = 1.0 - facts.system.memory_available / limit
     found = f"{share:.0%} of {limit / GIB:.1f} GiB are in use"
@@ -111,7 +113,7 @@ def speed(run: RunFacts) -> Lines:
 
 def gpu_use(run: RunFacts) -> Lines:
     """The load of the run's own GPUs, as it measured them in its latest rows of system.jsonl, and why they are idle."""
-    if not text(run.report.part("hardware").get("device")).startswith("cuda"):
+    if not text(run.report.record.hardware.get("device")).startswith("cuda"):
         return
     rows = run.report.system[-RECENT_ROWS:]
     means = means_of(rows)

@@ -114,18 +114,18 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
         )
     from lora_trainer.doctor.after import after_lines
     from lora_trainer.doctor.during import during_lines
-    from lora_trainer.doctor.run_facts import read_run_facts, recorded_config
+    from lora_trainer.doctor.run_facts import read_run_facts
 
     run = read_run_facts(folder)
     places: Places = written_places(described)
-    if described.resolved is None and (config := recorded_config(run.report)) is not None:
+    if described.resolved is None and (config := run.report.record.read_config()) is not None:
         cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
         places = [("cache", cache, None), ("output", folder, None)]
-    facts = measured(facts, described, places, online=online, on_gpu=not run.is_live)
-    if not run.is_live:
+    facts = measured(facts, described, places, online=online, on_gpu=run.live is None)
+    if run.live is None:
         return Diagnosis((("after", tuple(after_lines(run))), ("before", before(facts, described))))
     facts = beside(run, facts)
-    return Diagnosis((("during", tuple(during_lines(run, facts))), ("before", before(facts, described))))
+    return Diagnosis((("during", tuple(during_lines(run, run.live, facts))), ("before", before(facts, described))))
 
 
 def beside(run: RunFacts, facts: MachineFacts) -> MachineFacts:

@@ -11,8 +11,8 @@ from lora_trainer.jobs.executors import executor
 from lora_trainer.jobs.job_state import EXECUTOR, QueuedJob
 from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.jobs.summary import write_summary
-from lora_trainer.report.record import read_record
 from lora_trainer.run.lost_files import lost_loras
+from lora_trainer.run_folder.record import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,6 +97,6 @@ def is_open(job: QueuedJob, store: JobStore, again: Sequence[str]) -> bool:
     """Whether a finished job must run again: its LoRA or its run was deleted or damaged. `again`: statuses to repeat."""
     if job.status in ("done", "refused", "unresolved") and job.exit_code != DATASET_REFUSED:
         folder = store.output / job.name
-        record = read_record(folder)
+        record = Record.read(folder)
         return record is None or bool(lost_loras(folder, record))
     return job.status in again

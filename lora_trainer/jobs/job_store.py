@@ -59,10 +59,10 @@ from lora_trainer.jobs.job_state import (
     state_after,
     this_process,
 )
-from lora_trainer.report.record import FILE as RECORD
+from lora_trainer.run_folder.record import RECORD
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Progress
+    from lora_trainer.run_folder.progress import Progress
 
 FOLDER, LIST, JOB = "jobs", ".batch", "job.json"
 WRITTEN = "the list of jobs"  # as a message about a full disk has it

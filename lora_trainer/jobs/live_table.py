@@ -16,7 +16,7 @@ from lora_trainer.core.findings import printable
 from lora_trainer.jobs.background import repeating
 from lora_trainer.jobs.job_state import COUNTED, QueuedJob
 from lora_trainer.jobs.job_store import JobStore, unless_refused
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 
 LOOK_EVERY_SECONDS = 0.5
 STYLES = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused, UserError
@@ -24,16 +24,15 @@ from lora_trainer.jobs.job_state import SHARED, SILENT_SECONDS, TOGETHER, Ending
 from lora_trainer.jobs.joint_jobs import claim_others
 from lora_trainer.jobs.summary import write_summary
 from lora_trainer.monitor.console import Console
-from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import Record, read_record
 from lora_trainer.run.folder import leave_as_found
 from lora_trainer.run.order import make_order
 from lora_trainer.run.train import ended_by, train
+from lora_trainer.run_folder.record import RECORD, Record
 
 if TYPE_CHECKING:  # it loads torch
     from lora_trainer.jobs.job_store import JobStore
     from lora_trainer.models.family import Family
-    from lora_trainer.monitor.progress import Progress, Watch
+    from lora_trainer.run_folder.progress import Progress, Watch
     from lora_trainer.training.run_group import Member
 
 Adapt = Callable[[Resolved, Console], Resolved]
@@ -131,15 +130,15 @@ def attempt(
                     watch=telling(store, job),
                 )
                 result = train(replace(order, families=families, member=member))
-            found = result.record
-            return Ending(result.exit_code, found.get("reason"), scores_of(found), found.get("outcome"))
+            record = result.record or Record(job.name)
+            return Ending(result.exit_code, record.reason, record.scores, record.outcome)
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the other jobs must continue
             ended = ended_by(error, Record(job.name))
             log.write(last_words(error))
-            found = read_record(folder) or {}
+            record = Record.read(folder) or Record(job.name)
             if isinstance(error, DatasetRefused) and error.report is not None:
-                found = {"scores": {"dataset": round(error.report.score, 4), "lora": None}}
-            return Ending(ended.exit_code or 0, ended.reason, scores_of(found), found.get("outcome"))
+                record = Record(job.name, scores={"dataset": round(error.report.score, 4), "lora": None})
+            return Ending(ended.exit_code or 0, ended.reason, record.scores, record.outcome)
 
 
 @dataclass
@@ -168,10 +167,6 @@ def keeping(store: JobStore, job: QueuedJob, stop: Callable[[], None]) -> Iterat
 
     with repeating(look, LOOK_SECONDS):
         yield kept
-
-
-def scores_of(record: Mapping[str, Any]) -> Mapping[str, float | None]:
-    return record.get("scores") or {"dataset": None, "lora": None}
 
 
 def last_words(error: BaseException) -> str:

@@ -38,9 +38,9 @@ class ComparedRow:
 
 def compared_rows(run: RunReport) -> list[ComparedRow]:
     """What `lora.choice` of `run.json` has compared, in its order; what is missing stays empty."""
-    choice = mapping(run.part("lora").get("choice"))
+    choice = mapping(run.record.lora.get("choice"))
     advised = (whole(choice.get("step")), number(choice.get("strength")))
-    gate = gate_of(run.part("lora"))
+    gate = gate_of(run.record.lora)
     rows = []
     for row in filter(None, map(mapping, sequence(choice.get("candidates")))):
         step, strength, score = whole(row.get("step")), number(row.get("strength")), number(row.get("score"))

@@ -11,9 +11,9 @@ from typing import Literal
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
-from lora_trainer.report.read import RunReport, keeps_state, mapping, number, text, whole
-from lora_trainer.report.record import step_files
+from lora_trainer.report.read import RunReport, mapping, number, text, whole
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
+from lora_trainer.run_folder.record import step_files
 
 Tone = Literal["good", "fair", "bad", "open"]
 FULL_STRENGTH = "1.0"
@@ -65,25 +65,23 @@ def verdict_of(run: RunReport) -> Verdict:
         return Verdict("open", "stopped", headline, safe, command=command)
     if run.status == "failed":
         where = f" after step {run.seen_steps:,}{of}" if run.seen_steps else " before the first step"
-        reason = text(run.record.get("reason"))
+        reason = run.record.reason or ""
         kept = tuple(each for each in safe if each.what.partition(" ")[0] not in reason)
         reasons = (*((Reason(reason),) if reason else ()), *kept)
         return Verdict("bad", "failed", f"Not yet: the training failed{where}", reasons, command=command)
-    if run.status == "running":
-        state = Reason("The run is still training, or it was killed before it could record its end.")
-        return Verdict("open", "not ended", f"Not yet: at step {run.seen_steps:,}{of}", (state, *safe), command=command)
-    return Verdict("open", run.status, "How this run ended is not known", safe, command=command)
+    state = Reason("The run is still training, or it was killed before it could record its end.")
+    return Verdict("open", "not ended", f"Not yet: at step {run.seen_steps:,}{of}", (state, *safe), command=command)
 
 
 def finished(run: RunReport) -> Verdict:
     """The verdict on a run that exported its LoRA; `train` enforces no gate, but the answer is the same."""
-    named = text(run.part("files").get("kohya"))
+    named = run.record.files["kohya"]
     if named and not (run.folder / named).is_file():
         gone = Reason(f"{named} is not in the run's folder: it was moved or deleted.")
-        again = resume_command(run) if run.checkpoints and keeps_state(run.record) else None
+        again = resume_command(run) if run.checkpoints and run.record.keeps_state else None
         safe = (Reason("The LoRA is exported again from the last checkpoint:", command=again),) if again else ()
         return Verdict("bad", "missing", "No: its file is missing", (gone, *safe), command=again)
-    parts = tuple(verdict_parts(run.part("lora")))
+    parts = tuple(verdict_parts(run.record.lora))
     answers = (*strength_answers(run), *step_answers(run))
     explained = " ".join(
         message for group in run.lora_findings for _, message in group.about if group.code == NOT_COMPARED
@@ -142,7 +140,7 @@ def refusals(run: RunReport) -> tuple[Reason, ...]:
     """Each error that refuses the LoRA, with its fix."""
     errors = [group for group in run.lora_findings if group.severity == "error"]
     found = tuple(Reason(message, group.fix) for group in errors for _, message in group.about)
-    return (*found, *below_minimum(run)) or (Reason(text(run.record.get("reason")) or "A part is below its minimum."),)
+    return (*found, *below_minimum(run)) or (Reason(run.record.reason or "A part is below its minimum."),)
 
 
 def undecided(run: RunReport) -> tuple[Reason, ...]:
@@ -155,7 +153,7 @@ def undecided(run: RunReport) -> tuple[Reason, ...]:
 
 def not_measured(run: RunReport) -> tuple[Reason, ...]:
     """Why nothing was measured, and the command that measures it."""
-    off = mapping(mapping(run.record.get("config")).get("gates")).get("lora_check") == "off"
+    off = run.record.setting("gates.lora_check") == "off"
     why = "gates.lora_check=off: no part of the verdict was measured, and no images were made."
     reason = Reason(
         why if off else "No part of the verdict was measured.",
@@ -168,7 +166,7 @@ def not_measured(run: RunReport) -> tuple[Reason, ...]:
 
 def strength_answers(run: RunReport) -> tuple[Answer, ...]:
     """The strength to use: the advised one, none where it is refused, else 1.0 with the command that compares others."""
-    choice = mapping(run.part("lora").get("choice"))
+    choice = mapping(run.record.lora.get("choice"))
     question, strength = "At which strength?", number(choice.get("strength"))
     if strength is not None:
         answer = "none is advised" if choice.get("outcome") == "refused" else str(strength)
@@ -186,9 +184,9 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
     released = released_step(run)
     if released is None:
         return ()
-    reason = text(run.part("released").get("reason")).rstrip(".")
+    reason = text(run.record.released.get("reason")).rstrip(".")
     of = f" of {run.steps:,}" if run.steps else ""
-    choice = mapping(run.part("lora").get("choice"))
+    choice = mapping(run.record.lora.get("choice"))
     advised = None if choice.get("outcome") == "refused" else whole(choice.get("step"))
     if advised is not None and advised != released:
         about = f"The exported file has step {released:,}{of}."
@@ -209,7 +207,7 @@ def ended_early(run: RunReport) -> tuple[str, ...]:
     """Why a finished run has fewer steps than planned."""
     if run.status != "done" or run.planned is None or run.steps >= run.planned:
         return ()
-    why = text(run.record.get("reason")) or "train.max_hours is over"
+    why = run.record.reason or "train.max_hours is over"
     return (f"The training ended after {run.steps:,} of {run.planned:,} steps: {why}.",)
 
 
@@ -231,11 +229,11 @@ def what_is_safe(run: RunReport) -> list[str]:
 
 def resume_command(run: RunReport) -> str:
     """The command that resumes the run, wherever its folder is now; one without state starts anew, from its weights if they are kept."""
-    place, command = run.folder.resolve(), "produce" if run.record.get("gates_enforced") else "train"
+    place, command = run.folder.resolve(), "produce" if run.record.gates_enforced else "train"
     config, kept = place / "config.toml", step_files(place)
     if config.is_file():
         words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name"]
-        if not keeps_state(run.record) and (kept or run.checkpoints):
+        if not run.record.keeps_state and (kept or run.checkpoints):
             weights = ["--set", f"lora.network_weights={kept[-1]}"] if kept else []
             return shlex.join([*words, f"{place.name}-2", *weights])
         return shlex.join([*words, place.name, "--resume"])
@@ -249,11 +247,11 @@ def validate_command(run: RunReport) -> str:
 
 def exported_file(run: RunReport) -> Path:
     """The LoRA as ComfyUI and kohya's scripts load it."""
-    return run.folder / (text(run.part("files").get("kohya")) or f"{run.name}.safetensors")
+    return run.folder / (run.record.files["kohya"] or f"{run.name}.safetensors")
 
 
 def released_step(run: RunReport) -> int | None:
     """The step whose weights were exported; None when none were."""
-    if not run.part("files").get("kohya"):
+    if not run.record.files["kohya"]:
         return None
-    return whole(run.part("released").get("step")) or run.steps
+    return whole(run.record.released.get("step")) or run.steps

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lora_trainer.evaluation.lora_report import BASE_FEATURES
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
 from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import RunReport, column, mapping, number
@@ -58,8 +58,8 @@ def figures_of(run: RunReport) -> list[Figure]:
     """The key figures, those that are known."""
     steps = Figure("steps", f"{run.seen_steps:,}", f"of {run.planned:,}" if run.planned else "")
     figures = [steps]
-    if total := number(run.part("seconds").get("total")):
-        trained = number(run.part("seconds").get("train"))
+    if total := run.record.seconds["total"]:
+        trained = run.record.seconds["train"]
         figures.append(Figure("time", duration(total), f"{duration(trained)} training" if trained else ""))
     if loss := finite(smoothed(run.series["loss"])):
         figures.append(Figure("training loss", short(loss[-1][1]), "smoothed, at the end"))
@@ -69,14 +69,14 @@ def figures_of(run: RunReport) -> list[Figure]:
         figures.append(Figure("speed", short(median(value for _, value in speed)), "samples a second, median"))
     if (share := waiting_share(run)) is not None:
         figures.append(Figure("waiting for data", f"{short(100 * share)} %", "of the time in steps"))
-    if (stall := number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))) is not None:
+    if (stall := number(mapping(run.record.checkpoints.get("stall_seconds")).get("median"))) is not None:
         figures.append(Figure("waiting for checkpoints", f"{short(1000 * stall)} ms", "each, median"))
     if peak := peak_memory(run):
         figures.append(
             Figure(
                 "peak memory",
                 f"{short(peak)} GiB",
-                ("on the GPU" if str(run.part("hardware").get("device", "")).startswith("cuda") else "of the process"),
+                ("on the GPU" if str(run.record.hardware.get("device", "")).startswith("cuda") else "of the process"),
             )
         )
     return figures
@@ -107,7 +107,7 @@ def waiting_share(run: RunReport) -> float | None:
 
 def peak_memory(run: RunReport) -> float | None:
     """In GiB: as recorded, else the highest of the steps."""
-    recorded = number(run.part("memory").get("peak_gib"))
+    recorded = run.record.memory.get("peak_gib")
     return recorded or max((value for _, value in finite(run.series["memory_gib"])), default=None)
 
 
@@ -199,7 +199,7 @@ def validation_marks(run: RunReport) -> list[Mark]:
 
 def lora_numbers(run: RunReport) -> list[str]:
     """Sentences on the measurements behind the parts of the LoRA's score."""
-    numbers = mapping(run.part("lora").get("numbers"))
+    numbers = mapping(run.record.lora.get("numbers"))
     learning, health = mapping(numbers.get("learning")), mapping(numbers.get("health"))
     sentences = []
     base, lora, low, high = (number(learning.get(name)) for name in ("base", "lora", "low", "high"))
@@ -214,7 +214,7 @@ def lora_numbers(run: RunReport) -> list[str]:
             f"Loss on validation images, measured again on the exported file: {losses}."
             " The curve of the training uses other noise, so its numbers differ."
         )
-    encoder = run.part("lora").get("encoder")
+    encoder = run.record.lora.get("encoder")
     if isinstance(encoder, str) and encoder != BASE_FEATURES:
         sentences.append(f"Images were compared by {encoder}, not by the base model's own features.")
     if (drift := number(numbers.get("drift"))) is not None:

@@ -170,7 +170,7 @@ def side_name(strength: float | None, strengths: list[float]) -> str:
 
 def evidence_of(run: RunReport) -> list[ShownGroup]:
     """The samples that the verdict kept, by kind."""
-    rows = list(map(mapping, sequence(run.part("lora").get("images"))))
+    rows = list(map(mapping, sequence(run.record.lora.get("images"))))
     found = []
     for kind, each in KINDS.items():
         pairs = [shown_pair(run, row) for row in rows if row.get("kind") == kind]
@@ -233,7 +233,7 @@ def candidates_sheet(run: RunReport) -> StepSheet:
 
     Others in the folder are of an earlier comparison, or of one by `validate`.
     """
-    choice = mapping(run.part("lora").get("choice"))
+    choice = mapping(run.record.lora.get("choice"))
     recipes = [found for name in sequence(choice.get("recipes")) if (found := COMPARED_RECIPE.fullmatch(text(name)))]
     compared = {
         (whole(row.get("step")) if len(recipes) > 1 else None, number(row.get("strength")))
@@ -271,7 +271,7 @@ def compared_images(runs: Sequence[RunReport], names: Sequence[str]) -> StepShee
             if image.step is None and image.strength in (None, strength):
                 place = None if image.strength is None else index
                 found.setdefault((image.prompt, image.seed), {}).setdefault(place, image.path)
-    is_one_base = len({text(run.part("model").get("sha256")) for run in runs}) == 1
+    is_one_base = len({run.record.model.get("sha256") for run in runs}) == 1
     columns: list[int | None] = [*([None] if is_one_base else []), *range(len(runs))]
     # Prompts that most runs have first.
     asked = sorted(found, key=lambda each: -len(found[each]))[:MOST_ROWS]

@@ -163,7 +163,7 @@ def facts_of(
     waits = [value for _, value in run.series["data_seconds"] if value >= 0]
     usual = median(seconds)
     steady = slice(STEADY, None) if len(seconds) > 2 * STEADY else slice(None)
-    hardware, ahead = run.part("hardware"), mapping(phases.get(PREPARE))
+    hardware, ahead = run.record.hardware, mapping(phases.get(PREPARE))
     of_step = _shares_of_step(phases)
     prepared = number(ahead.get("seconds")) or 0.0
     return TimeFacts(
@@ -181,7 +181,7 @@ def facts_of(
         setup=setup_of(run),
         settings={
             f"{section}.{key}": value
-            for section, values in run.part("config").items()
+            for section, values in run.record.config.items()
             for key, value in mapping(values).items()
         },
     )
@@ -306,7 +306,7 @@ def _shares_between(run: RunReport, in_steps: float, phases: Mapping[str, Any]) 
             for name in BETWEEN_STEPS
         }
         return {name: seconds / total for name, seconds in times.items()}
-    trained = number(run.part("training").get("seconds"))
+    trained = number(run.record.training.get("seconds"))
     return {"unprofiled": max(0.0, 1.0 - in_steps / trained)} if trained else {}
 
 

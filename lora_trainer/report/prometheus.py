@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lora_trainer.monitor.trackers import METRICS, SYSTEM, VALIDATION
-from lora_trainer.report.read import mapping, number
-from lora_trainer.report.record import FILE, read_record
+from lora_trainer.report.read import number
+from lora_trainer.run_folder.alive import is_alive
+from lora_trainer.run_folder.record import RECORD, Record, Status
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 PREFIX = "lora_trainer"
 FILES = {"train": METRICS, "validation": VALIDATION, "system": SYSTEM}
-STATES = ("running", "done", "refused", "unresolved", "failed", "stopped")
+STATES = get_args(Status)
 TAIL = 2**16  # bytes of a file's end, where its newest row is
 DEEPEST = 3  # folders below a root: a batch has its runs in folders of its own
 UNITS = {
@@ -45,7 +46,7 @@ def find_runs(roots: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for root in roots:
         for depth in range(DEEPEST + 1):
-            for path in sorted(root.glob("/".join(["*"] * depth + [FILE]))):
+            for path in sorted(root.glob("/".join(["*"] * depth + [RECORD]))):
                 found[path.parent.resolve()] = None
     return list(found)
 
@@ -93,15 +94,16 @@ class RunsCollector:
 
         for folder in find_runs(self._roots):
             own = {"run": printable(folder.name), "folder": printable(str(folder))}
-            record = read_record(folder) or {}
+            record = Record.read(folder) or Record(folder.name, status="failed")  # deleted meanwhile
             for state in STATES:
                 about = f"1 for the state that the run is in: {', '.join(STATES)}"
-                add(f"{PREFIX}_run_status", about, {**own, "status": state}, float(record.get("status") == state))
-            for name, value in mapping(record.get("scores")).items():
-                if (score := number(value)) is not None:
+                add(f"{PREFIX}_run_status", about, {**own, "status": state}, float(record.status == state))
+            add(f"{PREFIX}_run_alive", "1 while a process trains it, else 0", own, float(is_alive(folder)))
+            for name, score in record.scores.items():
+                if score is not None:
                     about = "score of the dataset and of the LoRA, 0 to 1"
                     add(f"{PREFIX}_run_score", about, {**own, "of": printable(str(name))}, score)
-            if (total := number(mapping(record.get("arithmetic")).get("total"))) is not None:
+            if (total := record.planned_steps) is not None:
                 add(f"{PREFIX}_run_steps_planned", "steps that the run will train", own, total)
             for group, file in FILES.items():
                 row, changed = newest_row(folder / file)

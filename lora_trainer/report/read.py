@@ -15,7 +15,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.monitor.trackers import SYSTEM, read_lines
-from lora_trainer.report.record import BEFORE_AFTER, read_record
+from lora_trainer.run_folder.record import BEFORE_AFTER, Record, Status
 
 if TYPE_CHECKING:
     from lora_trainer.report.chart import Point
@@ -89,7 +89,7 @@ class RunReport:
     beside the loss; NaN where a number is missing."""
 
     folder: Path
-    record: Mapping[str, Any]
+    record: Record
     dataset: Score
     lora: Score
     data_findings: tuple[ImageGroup, ...]
@@ -104,16 +104,16 @@ class RunReport:
 
     @property
     def name(self) -> str:
-        return text(self.record.get("name")) or self.folder.resolve().name
+        return self.record.name
 
     @property
-    def status(self) -> str:
-        return text(self.record.get("status")) or "unknown"
+    def status(self) -> Status:
+        return self.record.status
 
     @property
     def steps(self) -> int:
         """Steps whose weights are kept, as the record has it."""
-        return whole(self.record.get("steps")) or 0
+        return self.record.steps
 
     @property
     def seen_steps(self) -> int:
@@ -123,20 +123,17 @@ class RunReport:
 
     @property
     def planned(self) -> int | None:
-        return whole(self.part("arithmetic").get("total"))
+        return self.record.planned_steps
 
     @property
     def best_val_loss(self) -> Point | None:
         measured = [point for point in self.validation if math.isfinite(point[1])]
         return min(measured, key=lambda point: point[1]) if measured else None
 
-    def part(self, name: str) -> Mapping[str, Any]:
-        return mapping(self.record.get(name))
 
-
-def read_run(folder: Path, record: dict[str, Any] | None = None) -> RunReport:
+def read_run(folder: Path, record: Record | None = None) -> RunReport:
     """Read a run's folder, wherever it lies; `record` is its run.json if it was read. Raises UsageError without a run."""
-    record = record or read_record(folder)
+    record = record or Record.read(folder)
     if record is None:
         raise UsageError(
             Problem(
@@ -145,14 +142,14 @@ def read_run(folder: Path, record: dict[str, Any] | None = None) -> RunReport:
         )
     rows = [row for row in read_lines(folder / "metrics.jsonl") if isinstance(row, dict)]
     validation = [row for row in read_lines(folder / "validation.jsonl") if isinstance(row, dict)]
-    data, lora = mapping(record.get("dataset")), mapping(record.get("lora"))
-    scores, gates = mapping(record.get("scores")), mapping(mapping(record.get("config")).get("gates"))
+    data, lora = record.dataset, record.lora
+    gates = record.section("gates")
     return RunReport(
         folder=folder,
         record=record,
-        dataset=Score(number(scores.get("dataset")), number(gates.get("dataset")), parts_of(data)),
+        dataset=Score(record.scores["dataset"], number(gates.get("dataset")), parts_of(data)),
         lora=Score(
-            number(scores.get("lora")),
+            record.scores["lora"],
             number(lora.get("gate", gates.get("lora"))),
             (),
             text(lora.get("outcome")),
@@ -163,7 +160,7 @@ def read_run(folder: Path, record: dict[str, Any] | None = None) -> RunReport:
         system=tuple(read_lines(folder / SYSTEM)),
         validation=column(validation, "loss"),
         tracked={name: column(validation, name) for name in TRACKED},
-        images=tuple(images_in(folder / "samples", ended=bool(mapping(record.get("files")).get(BEFORE_AFTER)))),
+        images=tuple(images_in(folder / "samples", ended=bool(record.files.get(BEFORE_AFTER)))),
         settings=settings_of(record),
         checkpoints=checkpoints_in(folder / "checkpoints"),
     )
@@ -171,11 +168,6 @@ def read_run(folder: Path, record: dict[str, Any] | None = None) -> RunReport:
 
 def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def keeps_state(record: Mapping[str, Any]) -> bool:
-    """Whether a run can be resumed from its checkpoints: from all but those of `checkpoint.save_state=false`."""
-    return mapping(mapping(record.get("config")).get("checkpoint")).get("save_state") is not False
 
 
 def sequence(value: Any) -> Sequence[Any]:
@@ -260,15 +252,14 @@ def images_of(recipe_file: Path, step: int | None) -> Iterable[Image]:
                 yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
 
 
-def settings_of(record: Mapping[str, Any]) -> tuple[SettingRow, ...]:
+def settings_of(record: Record) -> tuple[SettingRow, ...]:
     """Every setting of the record, with what the schema says of those that it still knows."""
-    origins, kinds, decided = mapping(record.get("origins")), section_types(), mapping(record.get("pinned"))
-    found = []
-    for section, values in mapping(record.get("config")).items():
+    kinds, found = section_types(), []
+    for section, values in record.config.items():
         for key, value in mapping(values).items():
             name, fields = f"{section}.{key}", kinds[section].model_fields if section in kinds else {}
             about = (fields[key].description or "") if key in fields else ""
-            shown, origin = used_value(value, sequence(decided.get(name))), text(origins.get(name)) or "unknown"
+            shown, origin = used_value(value, record.pinned.get(name, ())), record.origins.get(name, "unknown")
             default = written(fields[key].get_default(call_default_factory=True)) if key in fields else None
             found.append(SettingRow(name, shown, origin, about, origin != "default" and written(value) != default))
     return tuple(found)

@@ -43,7 +43,7 @@ def targets_of(run: RunReport) -> list[Target]:
     A GPU whose utilization was not measured is named, with the reason.
     """
     seen, found = seen_of(run), list[Target]()
-    on_gpu = str(run.part("hardware").get("device", "")).startswith("cuda")
+    on_gpu = str(run.record.hardware.get("device", "")).startswith("cuda")
     if on_gpu:
         utilization, memory = number(seen.get("gpu_utilization")), number(seen.get("memory"))
         busy = share("GPU utilization", utilization, over=BUSY)
@@ -55,7 +55,7 @@ def targets_of(run: RunReport) -> list[Target]:
     found.append(share("system memory (RAM)", number(seen.get("system_memory")), under=0.85))
     found.append(share("I/O wait", number(seen.get("io_wait")), under=0.1))
     found.append(share("steps wait for data", waiting_share(run), under=waiting_limit(cached=caches_latents(run))))
-    stall = number(mapping(run.part("checkpoints").get("stall_seconds")).get("median"))
+    stall = number(mapping(run.record.checkpoints.get("stall_seconds")).get("median"))
     seen_stall = "" if stall is None else f"{short(1000 * stall)} ms"
     found.append(
         Target(
@@ -70,9 +70,9 @@ def targets_of(run: RunReport) -> list[Target]:
 
 def why_not_measured(run: RunReport) -> str:
     """Why a run on a GPU has no GPU utilization."""
-    if recorded := text(run.part("seen").get("gpu_not_measured")):
+    if recorded := text(run.record.seen.get("gpu_not_measured")):
         return recorded
-    every = number(mapping(mapping(run.record.get("config")).get("run")).get("system_every_seconds"))
+    every = number(run.record.setting("run.system_every_seconds"))
     if every is None:
         return "It was trained by an earlier version, which recorded no system.jsonl."
     if every == 0:
@@ -82,17 +82,17 @@ def why_not_measured(run: RunReport) -> str:
 
 def caches_latents(run: RunReport) -> bool:
     """Whether the run's latents are cached, as they are by default."""
-    return mapping(mapping(run.record.get("config")).get("cache")).get("latents") is not False
+    return run.record.setting("cache.latents") is not False
 
 
 def seen_of(run: RunReport) -> dict[str, Any]:
     """What was measured of the machine: as recorded, and from system.jsonl, which an unfinished run has too."""
-    return {**means_of(run.system), **run.part("seen")}
+    return {**means_of(run.system), **run.record.seen}
 
 
 def setup_of(run: RunReport) -> IdleSetup:
     """The settings that explain an idle GPU, as recorded; defaults where the record has none, as before its end."""
-    recorded = run.part("setup")
+    recorded = run.record.setup
     default = IdleSetup(cached=caches_latents(run))  # a damaged record has values of other kinds
     kinds = {field.name: type(getattr(default, field.name) or 0) for field in fields(IdleSetup)}
     known = [name for name, kind in kinds.items() if isinstance(recorded.get(name), kind)]

@@ -17,7 +17,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import write_text
 from lora_trainer.core.version import __version__
 from lora_trainer.monitor.profile_files import PROFILE
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.report.bottleneck import percent
 from lora_trainer.report.candidates import compared_rows
@@ -28,17 +28,17 @@ from lora_trainer.report.failures import Failures, failures_of
 from lora_trainer.report.figures import WAITS, charts_of, comparison_charts, figures_of, lora_numbers, names_of
 from lora_trainer.report.gallery import compared_images, gallery_of
 from lora_trainer.report.profiled import read_times
-from lora_trainer.report.read import RunReport, mapping, number, read_run, sequence, text, whole
-from lora_trainer.report.record import read_record
+from lora_trainer.report.read import RunReport, mapping, number, read_run, text, whole
 from lora_trainer.report.targets import idle_causes, seen_of, targets_of
 from lora_trainer.report.verdict_parts import verdict_parts
+from lora_trainer.run_folder.record import RECORD, Record
 
 FILE = "report.html"
 MOST_COMPARED = 12  # columns that can still be read
 TEMPLATES = Path(__file__).parent / "page"
 # Of a terminal, and those that turn the direction of a line: names and captions may hold them.
 COMMANDING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-SETTLED = ("config.toml", "run.json", "metrics.jsonl", "validation.jsonl", "system.jsonl")
+SETTLED = ("config.toml", RECORD, "metrics.jsonl", "validation.jsonl", "system.jsonl")
 
 
 def write_report(folder: Path, page: Path | None = None) -> Path:
@@ -67,17 +67,18 @@ def write_comparison(folders: Sequence[Path], page: Path) -> Failures:
 
     Returns the failures of all runs, by cause, from their run.json. Raises as `write_report` does.
     """
-    records = {folder: read_record(folder) or {} for folder in folders}  # once: a run that trains writes it again
-    newest = sorted(folders, key=lambda folder: number(records[folder].get("started")) or 0.0, reverse=True)
+    # Once: a run that trains writes it again.
+    records = {folder: Record.read(folder) or Record(folder.resolve().name, status="failed") for folder in folders}
+    newest = sorted(folders, key=lambda folder: records[folder].started, reverse=True)
     shown = [folder for folder in folders if folder in newest[:MOST_COMPARED]]
-    failures = failures_of({"name": folder.resolve().name, **records[folder]} for folder in folders)
+    failures = failures_of(vars(record) for record in records.values())
     write_text(page, render_comparison([read_run(folder, records[folder]) for folder in shown], failures))
     return failures
 
 
 def render_run(run: RunReport) -> str:
     """The whole page of one run."""
-    parts = tuple(verdict_parts(run.part("lora")))
+    parts = tuple(verdict_parts(run.record.lora))
     gallery = gallery_of(run, parts)
     buckets = buckets_of(run)
     times = read_times(run) if (run.folder / PROFILE).is_dir() and run.series["seconds"] else None
@@ -99,13 +100,13 @@ def render_run(run: RunReport) -> str:
         gallery=gallery,
         images=embedded(gallery.paths),
         dataset=dataset_line(run),
-        trained=text(run.part("sample_counts").get("line")),
-        validation=whole(run.part("dataset").get("validation")),
+        trained=text(run.record.sample_counts.get("line")),
+        validation=whole(run.record.dataset.get("validation")),
         happened=happened_in(run),
         buckets=buckets,
         most=max((count for _, count in buckets), default=1),
-        findings_known="findings" in run.part("dataset"),
-        choices=[text(choice) for choice in sequence(run.record.get("choices"))],
+        findings_known="findings" in run.record.dataset,
+        choices=list(run.record.choices),
         environment=environment_of(run),
         times=times,
     )
@@ -125,7 +126,7 @@ def render_comparison(runs: Sequence[RunReport], failures: Failures) -> str:
     known = dict.fromkeys(name for each in figures for name in each)
     run_names = names_of(runs)
     verdicts = [verdict_of(run) for run in runs]
-    parts = [{part.name: part for part in verdict_parts(run.part("lora"))} for run in runs]
+    parts = [{part.name: part for part in verdict_parts(run.record.lora)} for run in runs]
     part_names = dict.fromkeys(name for each in parts for name in each)
     questions = dict.fromkeys(answer.question for verdict in verdicts for answer in verdict.answers)
     sheet = compared_images(runs, run_names)
@@ -189,16 +190,16 @@ def templates_of(folder: Path) -> Environment:
 
 def meta_of(run: RunReport) -> list[str]:
     """The line under the title: when, on what, how often."""
-    model, sessions = run.part("model"), whole(run.record.get("sessions")) or 1
-    built_in = not mapping(mapping(run.record.get("config")).get("model")).get("path")
-    base = "the built-in model" if built_in else re.split(r"[/\\\\]", text(model.get("path")))[-1]
-    facts = [moment(run.record.get("started")), f"{text(model.get('family'))} on {base}" if model else None]
+    model, sessions = run.record.model, run.record.sessions
+    built_in = not run.record.setting("model.path")
+    base = "the built-in model" if built_in else re.split(r"[/\\\\]", model.get("path", ""))[-1]
+    facts = [moment(run.record.started), f"{model.get('family', '')} on {base}" if model else None]
     return [*(each for each in facts if each), *([f"{sessions} sessions"] if sessions > 1 else [])]
 
 
 def dataset_line(run: RunReport) -> str:
     """The numbers of images."""
-    data = run.part("dataset")
+    data = run.record.dataset
     samples, validation = whole(data.get("samples")), whole(data.get("validation"))
     if samples is None:
         return "run.json has no entry for the dataset."
@@ -211,7 +212,7 @@ def happened_in(run: RunReport) -> list[tuple[str, str]]:
 
     Events that a repeated step repeats are listed once. Read from events.jsonl, which an unfinished run has too.
     """
-    rows = read_lines(run.folder / EVENTS) or sequence(run.record.get("events"))
+    rows = read_lines(run.folder / EVENTS) or run.record.events
     found = [(whole(mapping(row).get("step")), text(mapping(row).get("message"))) for row in rows]
     return [(f"{step:,}", message) for step, message in dict.fromkeys(found) if step is not None and message]
 
@@ -219,14 +220,13 @@ def happened_in(run: RunReport) -> list[tuple[str, str]]:
 def buckets_of(run: RunReport) -> list[tuple[str, int]]:
     """Size and number of images, most first."""
     found = [
-        (size, count) for size, each in mapping(run.part("dataset").get("buckets")).items() if (count := whole(each))
+        (size, count) for size, each in mapping(run.record.dataset.get("buckets")).items() if (count := whole(each))
     ]
     return sorted(found, key=lambda entry: -entry[1])
 
 
-def moment(value: Any) -> str | None:
-    """A time in UTC, so that the page is the same wherever it is written."""
-    seconds = number(value)
+def moment(seconds: float) -> str | None:
+    """A time in UTC, so that the page is the same wherever it is written; None where it is not known."""
     if not seconds:
         return None
     try:
@@ -237,8 +237,7 @@ def moment(value: Any) -> str | None:
 
 def files_of(run: RunReport) -> list[tuple[str, str]]:
     """The run's files that are there, with their sizes."""
-    named = [text(name) for name in mapping(run.record.get("files")).values()]
-    names = dict.fromkeys(name for name in (*named, *SETTLED) if name and name != FILE)
+    names = dict.fromkeys(name for name in (*run.record.files.values(), *SETTLED) if name and name != FILE)
     return [(name, size_of(path)) for name in names if (path := run.folder / name).is_file()]
 
 
@@ -255,18 +254,14 @@ def environment_of(run: RunReport) -> list[tuple[str, list[tuple[str, str]]]]:
     """Tables of what the result depends on, and of the folder's files."""
     hardware = [
         (name.replace("_", " "), short(value) if isinstance(value, float) else str(value))
-        for name, value in run.part("hardware").items()
+        for name, value in run.record.hardware.items()
         if value is not None
     ]
-    model = [(name, text(value)) for name, value in run.part("model").items()]
-    data = [("data hash", text(run.record.get("data_hash")))] if run.record.get("data_hash") else []
-    seconds = [
-        (name, duration(each)) for name, value in run.part("seconds").items() if (each := number(value)) is not None
-    ]
+    data = [("data hash", run.record.data_hash)] if run.record.data_hash else []
     return [
         ("Machine", hardware),
-        ("Versions", [(name, str(value)) for name, value in run.part("versions").items()]),
-        ("Time", seconds),
+        ("Versions", list(run.record.versions.items())),
+        ("Time", [(name, duration(seconds)) for name, seconds in run.record.seconds.items()]),
         ("Files", files_of(run)),
-        ("Inputs", [*model, *data]),
+        ("Inputs", [*run.record.model.items(), *data]),
     ]

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.io import read_json
 from lora_trainer.export.convert import SourceFile
 from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
 from lora_trainer.lora_files.combining import unchanged_rows
@@ -18,6 +16,7 @@ from lora_trainer.models.lora_names import read_source
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.reading import lora_of
 from lora_trainer.run.release import lora_weights
+from lora_trainer.run_folder.record import RECORD, Record
 from lora_trainer.training.checkpoints.checkpoint import step_of
 
 if TYPE_CHECKING:
@@ -41,13 +40,12 @@ def average_run(named: Path, steps: tuple[int, int | None], weights_of: Callable
 
     `named` is the run's folder or its `checkpoints`. Raises UsageError for what is no run, or has too few checkpoints.
     """
-    folder = named.parent if named.name == "checkpoints" and (named.parent / "run.json").is_file() else named
-    record = folder / "run.json"
-    try:
-        config = Config.model_validate(read_json(record)["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        message = f"{named} is no run: {record.name} cannot be read there ({type(error).__name__})."
-        raise UsageError(Problem("not_a_run", message, "Name a run's folder, or LoRA files.")) from None
+    folder = named.parent if named.name == "checkpoints" and (named.parent / RECORD).is_file() else named
+    record = Record.read(folder)
+    config = None if record is None else record.read_config()
+    if config is None:
+        message = f"{named} is no run: {RECORD} cannot be read there."
+        raise UsageError(Problem("not_a_run", message, "Name a run's folder, or LoRA files."))
     paths = checkpoints_in(folder, *steps)
     exported = lora_of(folder)
     own = read_source(exported) if exported.is_file() else None

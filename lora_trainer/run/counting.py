@@ -14,7 +14,7 @@ from rich.text import Text
 from lora_trainer.core.interrupt import leave_if_signalled
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.workers import Progress
-from lora_trainer.monitor.progress import clock_time, speed
+from lora_trainer.monitor.progress_line import clock_time, speed
 
 QUIET_SECONDS = 1.5  # shorter work shows no bar
 LINE_SECONDS = 10.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.resuming import CHANGES_NOTHING
 from lora_trainer.config.toml import shown
-from lora_trainer.report.record import Record, read_record
+from lora_trainer.run_folder.record import Record
 
 if TYPE_CHECKING:
     from lora_trainer.config.layers import Resolved
@@ -20,7 +20,7 @@ MACHINE = ("machine", "cpus", "threads", "cpu_capability", "onednn", "gpu", "dev
 
 
 def differences(
-    order: Order, earlier: Mapping[str, Any], config: Mapping[str, Any], versions: Mapping[str, str]
+    order: Order, earlier: Record | None, config: Mapping[str, Any], versions: Mapping[str, str]
 ) -> tuple[str, ...]:
     """For the record: `optimizer.learning_rate 0.0001 → 0.0002`, `torch 2.12.0 → 2.13.0`. `earlier` is the run's own record.
 
@@ -30,40 +30,40 @@ def differences(
     before = earlier or repeated_record(order.resolved)
     return (
         *(f"{name} {change}" for name, change in settings.items() if name not in CHANGES_NOTHING),
-        *other_versions(before.get("versions", {}), versions),
+        *other_versions({} if before is None else before.versions, versions),
     )
 
 
-def find_differences(order: Order, earlier: Mapping[str, Any], now: Record) -> tuple[str, ...]:
+def find_differences(order: Order, earlier: Record | None, now: Record) -> tuple[str, ...]:
     """Lines to print: what differs, with all settings, and for a repeated run whether its data changed."""
     lines = [f"changed: {name} {change}" for name, change in changes(earlier, now.config).items()]
-    repeated = {} if earlier else repeated_record(order.resolved)
-    if versions := other_versions((earlier or repeated).get("versions", {}), now.versions):
+    repeated = None if earlier else repeated_record(order.resolved)
+    before = earlier or repeated
+    if before is not None and (versions := other_versions(before.versions, now.versions)):
         lines.append(f"other versions: {', '.join(versions)}; {ROUNDING_DIFFERS}")
-    same_sources = repeated.get("config", {}).get("data", {}).get("sources") == now.config["data"]["sources"]
-    if repeated and same_sources and repeated.get("data_hash") != now.data_hash:
-        lines.append(f"warning: the data differs from that of {repeated.get('name')}: this run does not repeat it")
+    has_same_sources = repeated is not None and repeated.setting("data.sources") == now.setting("data.sources")
+    if repeated is not None and has_same_sources and repeated.data_hash != now.data_hash:
+        lines.append(f"warning: the data differs from that of {repeated.name}: this run does not repeat it")
     return tuple(lines)
 
 
-def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def changes(earlier: Record | None, now: Mapping[str, Any]) -> dict[str, str]:
     """Settings of a config that differ from an earlier record's: `optimizer.learning_rate` to `0.0001 → 0.0002`.
 
     A choice of the run that its own `config.toml` pins, such as `auto` resolved, is no change.
     """
-    before, choices = earlier.get("config", {}), earlier.get("pinned", {})
-    found = {
-        f"{section}.{key}": (before[section][key], value)
-        for section, values in now.items()
-        if section != "run"
-        for key, value in values.items()
-        if key in before.get(section, {}) and before[section][key] != value
-    }
-    return {
-        name: f"{shown(old)} → {shown(new)}"
-        for name, (old, new) in found.items()
-        if not (old in choices.get(name, ()) and new in choices.get(name, ()))
-    }
+    if earlier is None:
+        return {}
+    found = {}
+    for section, values in now.items():
+        before = earlier.section(section)
+        for key, new in values.items():
+            if section == "run" or key not in before or before[key] == new:
+                continue
+            old, choices = before[key], earlier.pinned.get(f"{section}.{key}", [])
+            if not (old in choices and new in choices):
+                found[f"{section}.{key}"] = f"{shown(old)} → {shown(new)}"
+    return found
 
 
 def pinned(config: Mapping[str, Any], decided: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -76,13 +76,13 @@ def pinned(config: Mapping[str, Any], decided: Mapping[str, Mapping[str, Any]]) 
     }
 
 
-def repeated_record(resolved: Resolved) -> Mapping[str, Any]:
-    """The record of the run whose own `config.toml` is used with `--config`; empty where none is."""
+def repeated_record(resolved: Resolved) -> Record | None:
+    """The record of the run whose own `config.toml` is used with `--config`; None where none is."""
     for origin in sorted(set(resolved.origin.values())):
         path = Path(origin.removeprefix("--config ").removeprefix("config "))
-        if path.name == "config.toml" and (record := read_record(path.parent)) is not None:
+        if path.name == "config.toml" and (record := Record.read(path.parent)) is not None:
             return record
-    return {}
+    return None
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from lora_trainer.config.layers import DEFAULT, flattened
 from lora_trainer.config.toml import shown
 from lora_trainer.core.errors import UsageError
-from lora_trainer.report.record import read_record
 from lora_trainer.run.bases.find import describe_model
 from lora_trainer.run.caching import CachePlans, cache_folder, images_together, plan_caches, refuse_full_disk
 from lora_trainer.run.choices import Choices, choose, gpu_gib, processes_on_their_gpus
@@ -23,6 +22,7 @@ from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.plans.view import show_plan as show_memory
 from lora_trainer.run.room import Room, room_for
 from lora_trainer.run.session import checked_start
+from lora_trainer.run_folder.record import Record
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def refuse_plan(order: Order, plan: RunPlan, *, trains: bool = True) -> None:
 def show_settings(order: Order) -> None:
     """Every setting that is not a default with its origin; of a run that is resumed only what differs from it."""
     resolved, config, console = order.resolved, order.config, order.console
-    earlier = read_record(order.folder) if order.resume else None
+    earlier = Record.read(order.folder) if order.resume else None
     if earlier is not None:
         found = changes(earlier, config.model_dump(mode="json"))
         console.print(f"settings that differ from those of the run: {'' if found else 'none'}".rstrip())

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import SIGNALED, DatasetRefused, Problem
 from lora_trainer.core.interrupt import remembering
 from lora_trainer.core.io import append_text
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import read_record
+from lora_trainer.run_folder.record import RECORD, Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,22 +74,22 @@ def words_of(command: str) -> list[str]:
 
 
 @contextmanager
-def then_command(order: Order) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def then_command(order: Order) -> Iterator[Callable[[Record], None]]:
     """Afterwards the command for how the run in the block ended. Yields a function that takes the record of its end.
 
     Where an error ended it, its record is that of the folder. A run that left none has no command, as for wrong settings;
     but a refused dataset has one.
     """
-    before, records = read_record(order.folder), list[Mapping[str, Any]]()
+    before, records = Record.read(order.folder), list[Record]()
     try:
         yield records.append
     except DatasetRefused as error:
         score = None if error.report is None else round(error.report.score, 4)
-        ended = {"status": "refused", "exit_code": error.exit_code, "reason": str(error)}
-        records = [{**ended, "scores": {"dataset": score, "lora": None}}]
+        scores = {"dataset": score, "lora": None}
+        records = [Record(order.folder.name, "refused", error.exit_code, reason=str(error), scores=scores)]
         raise
     except BaseException:
-        after = read_record(order.folder)
+        after = Record.read(order.folder)
         records = [after] if after is not None and after != before else []
         raise
     finally:
@@ -98,9 +97,9 @@ def then_command(order: Order) -> Iterator[Callable[[Mapping[str, Any]], None]]:
             run_ending_command(order, record)
 
 
-def run_ending_command(order: Order, record: Mapping[str, Any]) -> None:
+def run_ending_command(order: Order, record: Record) -> None:
     """Run the command for a record's status, and print what it printed. Raises nothing."""
-    section, code = order.config.run, record.get("exit_code")
+    section, code = order.config.run, record.exit_code
     name = "on_finish" if code == 0 else "on_failure"
     command = getattr(section, name)
     if command is None or code is None or not is_main_process():
@@ -119,16 +118,16 @@ def run_ending_command(order: Order, record: Mapping[str, Any]) -> None:
                 append_text(order.folder / LOG, f"run.{name}: {ending}\n{output.rstrip()}\n")
 
 
-def environment_of(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
+def environment_of(folder: Path, record: Record) -> dict[str, str]:
     """This process's environment and the run's facts. `_RECORD` is empty where there is no `run.json`."""
     path = folder.absolute() / RECORD
-    score = (record.get("scores") or {}).get("lora")
+    score = record.scores["lora"]
     facts = {
         "RUN": str(folder.absolute()),
-        "STATUS": record.get("status"),
+        "STATUS": record.status,
         "SCORE": "" if score is None else f"{score:.4f}",
-        "REASON": record.get("reason") or "",
-        "EXIT_CODE": record.get("exit_code"),
+        "REASON": record.reason or "",
+        "EXIT_CODE": record.exit_code,
         "RECORD": path if path.is_file() else "",
     }
     return os.environ | {f"{PREFIX}{name}": str(value).replace("\0", "") for name, value in facts.items()}

@@ -44,10 +44,9 @@ from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event
 from lora_trainer.monitor.idle import IdleSetup, means_of
 from lora_trainer.monitor.memory import gpu_pool, highest_memory_gib
-from lora_trainer.monitor.progress import Phase, Progress, step_line
+from lora_trainer.monitor.progress_line import step_line
 from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lines
 from lora_trainer.report.curve import still_falling
-from lora_trainer.report.record import BEFORE_AFTER, Record, read_record, write_record
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.caching import cache_folder, cached_data, measured_images
@@ -87,6 +86,8 @@ from lora_trainer.run.session import (
 from lora_trainer.run.start import class_image_settings, refuse_other_class_images
 from lora_trainer.run.uncached import fresh_latents
 from lora_trainer.run.verdict_images import keep_verdict_images
+from lora_trainer.run_folder.progress import Phase, Progress
+from lora_trainer.run_folder.record import BEFORE_AFTER, Record
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.checkpoints.scratch import make_scratch
@@ -135,6 +136,8 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
     refuse_other_class_images(start, settings, order.folder, order.config)
     for line in order.differences:
         order.console.print(line)
+    done, total = start.state.step if start else 0, session.steps.total
+    order.watch(Progress("caching", done, total))
     session, run = prepare(session, settings)
     if session.processes.is_main:
         text = to_toml(repeatable_config(session, run.context.built.attention))
@@ -145,12 +148,11 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
         write_images(order.folder, inputs.manifest.samples)
     record = with_preparation(record, session, run)
     if session.processes.is_main:  # a run that fails from here on has its hardware in the record
-        write_record(order.folder, record)
+        record.write(order.folder)
         (order.folder / SAMPLE_COUNTS).unlink(missing_ok=True)  # an earlier session's
     with remembering():  # what was trained is recorded before a signal ends the run
         try:
             shapes = weight_shapes(run.context)
-            done, total = start.state.step if start else 0, session.steps.total
             room = room_for(session.config, order.folder, shapes, done, total, session.steps.steps_per_epoch)
             if room.problem is not None:
                 raise UsageError(room.problem)
@@ -167,7 +169,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
                 and (saved := newest_valid(run.checkpoints, weights_suffice=True)[0]) is not None
             ):
                 with contextlib.suppress(OSError):  # the disk may refuse this too
-                    write_record(order.folder, with_sample_counts(record, session, run, saved[1].state))
+                    with_sample_counts(record, session, run, saved[1].state).write(order.folder)
             raise
         finally:
             run.feed.close()
@@ -185,7 +187,7 @@ def run_session(order: Order, inputs: Inputs, record: Record, threads: TrackerTh
         )
         if session.processes.is_main:
             record = with_sample_counts(record, session, run, state)
-            write_record(order.folder, record)
+            record.write(order.folder)
     if interrupt or not session.processes.is_main:
         return Outcome(record, None, None, interrupt.exit_code if interrupt else None)
     stop_if_signalled()
@@ -210,7 +212,6 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         console.print(line)
     show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
     began = time.monotonic()
-    session.order.watch(Progress("caching", total=session.steps.total))
     plans = fill(session)
     session = replace(session, cache_seconds=session.cache_seconds + time.monotonic() - began)
     images = measured_images(config, inputs, plans)
@@ -264,8 +265,8 @@ def with_earlier_attention(session: Session) -> tuple[Config, bool]:
     A new timing could choose another backend, which rounds otherwise.
     """
     config, order = session.config, session.order
-    hardware = (read_record(order.folder) or {}).get("hardware") if order.resume else None
-    name = hardware.get(TIMED_ATTENTION) if isinstance(hardware, dict) else None
+    record = Record.read(order.folder) if order.resume else None
+    name = None if record is None else record.hardware.get(TIMED_ATTENTION)
     if config.hardware.attention_backend != "fastest" or name not in get_args(AttentionName):
         return config, asked_by_user(order.resolved, "hardware.attention_backend")
     session.console.print(
@@ -417,7 +418,10 @@ def with_preparation(record: Record, session: Session, run: Run) -> Record:
     hardware = {**describe_machine(), "device": device, "processes": world}
     if session.config.hardware.attention_backend == "fastest":
         hardware[TIMED_ATTENTION] = built.attention
-    moved = other_machine(record.hardware or repeated_record(session.order.resolved).get("hardware", {}), hardware)
+    earlier = record.hardware
+    if not earlier and (repeated := repeated_record(session.order.resolved)) is not None:
+        earlier = repeated.hardware
+    moved = other_machine(earlier, hardware)
     if moved:
         session.console.print(f"another machine: {', '.join(moved)}; {ROUNDING_DIFFERS}")
     return replace(
@@ -524,7 +528,7 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
         files = {**record.files, "kohya": kohya.name, "diffusers": diffusers.name}
         files |= {path.stem.removeprefix(f"{name}."): path.name for path in tokens}
         record = replace(record, files=files, released=released.to_json())
-        write_record(folder, record)
+        record.write(folder)
     console.print(f"exported: {kohya.name} and {diffusers.name} (step {released.step})")
     if tokens:
         console.print(f"learned tokens, also in {kohya.name}: {', '.join(path.name for path in tokens)}", markup=False)

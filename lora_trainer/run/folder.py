@@ -1,55 +1,47 @@
-"""The folder of a run: locking it, and restoring it after a usage error."""
+"""Claiming the folder of a run, and restoring it after a usage error."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
-
-from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import HALF_WRITTEN, remove_unfinished, write_json
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.data.process_notes import OwnNote, ProcessNote, read_note
-from lora_trainer.report.read import checkpoints_in, keeps_state
-from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import read_record
+from lora_trainer.report.read import checkpoints_in, mapping
 from lora_trainer.run.changed_data import FILE as IMAGES
 from lora_trainer.run.inputs import data_sources
+from lora_trainer.run_folder.alive import is_alive
+from lora_trainer.run_folder.lock import ANOTHER_RUN, IS_LOCKED, LOCK, LOCKS, locked, take_free_lock
+from lora_trainer.run_folder.progress import PROGRESS
+from lora_trainer.run_folder.record import RECORD, Record
 
 if TYPE_CHECKING:
     from lora_trainer.run.order import Order
 
-UNFINISHED = ("running", "stopped", "failed")
-LOCK, SOFT_LOCK = ".lock", ".lock.held"
-OWNER = ".lock.owner"  # which process holds the lock: whoever only looks reads this and never takes the lock
-LOCKS = (LOCK, SOFT_LOCK, OWNER)  # in the order to remove them: the note is renewed while there is a lock
 RESERVE, RESERVED = ".last-record.part", 2**16  # bytes; the name of something half written: the next run removes it
-WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-IS_LOCKED = "Another process is training a run in {folder}."
-ANOTHER_RUN = "Wait for it, or choose another --name."
 OWN = (RECORD, "config.toml", "metrics.jsonl", "validation.jsonl", "events.jsonl")
 # With one of these changed, a finished run may have steps left.
 LENGTHS = ("max_steps", "max_epochs", "total_repeats", "step_ceiling", "max_hours")
 
 
-def claim(order: Order, *, only_looks: bool = False) -> dict[str, Any] | None:
+def claim(order: Order, *, only_looks: bool = False) -> Record | None:
     """The record of the run in the folder, where `--resume` may continue it. Who `only_looks` takes no lock.
 
     Raises UsageError when another process writes there, when the folder holds a run and
     `--resume` is missing, when it holds something else, or cannot be written.
     """
-    folder, record = order.folder, read_record(order.folder)
+    folder, record = order.folder, Record.read(order.folder)
     wrong = [name for name in OWN if (folder / name).is_dir()]
     if wrong:
         raise UsageError(
             [Problem("path_is_folder", f"{folder / name} is a folder.", "Move it away.") for name in wrong]
         )
-    if only_looks and holder_of(folder) is not None:
+    if only_looks and is_alive(folder):
         raise UsageError(Problem("run_in_use", IS_LOCKED.format(folder=folder), ANOTHER_RUN))
     if not only_looks and (folder / LOCK).is_file() and is_main_process():
         take_free_lock(folder).release()  # the system frees the lock of a process that was killed
@@ -77,45 +69,42 @@ def claim(order: Order, *, only_looks: bool = False) -> dict[str, Any] | None:
 
 def is_free(folder: Path) -> bool:
     """Whether a folder holds only files of a run that was killed before its first record was complete."""
-    return all(name in LOCKS or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
+    return all(name in (*LOCKS, PROGRESS) or HALF_WRITTEN.fullmatch(name) for name in os.listdir(folder))
 
 
-def refuse_used(order: Order, record: dict[str, Any] | None) -> None:
+def refuse_used(order: Order, record: Record | None) -> None:
     """Raise UsageError when the folder holds a run and `--resume` is missing."""
     if record is not None and not order.resume:
         raise UsageError(
             Problem(
                 "output_exists",
-                f"{order.folder} holds a run already (status {record.get('status')}, step {record.get('steps', 0)}).",
+                f"{order.folder} holds a run already (status {record.status}, step {record.steps}).",
                 "It cannot be resumed (checkpoint.save_state=false): choose another --name."
-                if not keeps_state(record) and checkpoints_in(order.folder / "checkpoints")
+                if not record.keeps_state and checkpoints_in(order.folder / "checkpoints")
                 else "It is finished: choose another --name, or add --resume and a larger --max-steps."
-                if is_finished(record)
+                if record.is_finished
                 else "Add --resume to continue it, or choose another --name.",
             )
         )
 
 
-def is_finished(record: dict[str, Any] | None) -> bool:
-    return record is not None and record.get("status") not in UNFINISHED
-
-
-def asks_for_more(order: Order, record: dict[str, Any]) -> bool:
+def asks_for_more(order: Order, record: Record) -> bool:
     """Whether a finished run is resumed with another length, so that it may have steps left."""
     if ended_early(order, record):
         return False
-    if record.get("status") == "done" and record.get("training", {}).get("stopped_early"):
+    if record.status == "done" and record.training.get("stopped_early"):
         return True  # its patience is longer now
-    before, now = record.get("config", {}).get("train") or {}, order.config.train.model_dump(mode="json")
+    before, now = record.section("train"), order.config.train.model_dump(mode="json")
     return any(before.get(key) != now[key] for key in LENGTHS)
 
 
-def ended_early(order: Order, record: dict[str, Any]) -> bool:
+def ended_early(order: Order, record: Record) -> bool:
     """Whether a run stopped early and would again, with the patience that is set now."""
-    training = record.get("training", {})
     control = order.config.safeguards
-    without_gain = training.get("control", {}).get("without_gain", 0)
-    return bool(training.get("stopped_early")) and control.early_stopping and without_gain >= control.patience
+    if not record.training.get("stopped_early") or not control.early_stopping:
+        return False
+    without_gain = mapping(record.training.get("control")).get("without_gain", 0)
+    return bool(without_gain >= control.patience)
 
 
 def wrong_scratch(scratch: str | None) -> list[Problem]:
@@ -156,7 +145,7 @@ def locked_folder(order: Order) -> Iterator[Callable[[], None]]:
             Problem("output_not_writable", message, "Choose another --output, or make room there.")
         ) from error
     with locked(order.folder) as lock_again:
-        refuse_used(order, read_record(order.folder))
+        refuse_used(order, Record.read(order.folder))
         put_back(order.folder / "checkpoints")  # the only half-written files that can be used
         remove_unfinished(order.folder)
         reserve(order.folder)
@@ -182,91 +171,13 @@ def free_reserve(folder: Path) -> None:
         (folder / RESERVE).unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def locked(folder: Path, fix: str = ANOTHER_RUN) -> Iterator[Callable[[], None]]:
-    """Lock the folder and note there who holds it. Raises UsageError, with `fix` when another process has locked it, or the disk refuses.
+def leave_as_found(folder: Path, previous: Record | None) -> None:
+    """Restore the folder after a usage error before training, so that the corrected command can run.
 
-    Yields a function that locks it again, for a folder that was deleted and created anew.
+    Its `progress.json` is not written any more.
     """
-    locks = [take_free_lock(folder, fix)]
-    note = LockNote(folder / OWNER)
-
-    def note_owner() -> None:
-        with contextlib.suppress(OSError):  # a full disk: written when the note is renewed
-            note.write()
-
-    def again() -> None:
-        with contextlib.suppress(OSError):
-            locks.pop().release()
-        try:
-            locks.append(take_lock(folder / LOCK))
-        except Timeout as error:
-            message = f"{folder} was deleted, and another run was started in it."
-            raise TrainingFailed(
-                Problem("run_replaced", message, "Wait for that one, or choose another --name.")
-            ) from error
-        note_owner()
-
-    note_owner()
-    note.keep_renewed()
-    try:
-        yield again
-    finally:
-        note.remove()
-        for each in locks:
-            with contextlib.suppress(OSError):  # the folder may be gone
-                each.release()
-
-
-class LockNote(OwnNote):
-    """The note of the process that holds a folder's lock."""
-
-    def write(self) -> None:
-        """Nothing in a folder without the lock: it was deleted, or its disk is gone and this is an empty mount point."""
-        if any((self.path.parent / name).exists() for name in (LOCK, SOFT_LOCK)):
-            super().write()
-
-
-def take_free_lock(folder: Path, fix: str = ANOTHER_RUN) -> BaseFileLock:
-    """Acquire a folder's lock. Raises UsageError, with `fix` when another process has locked it, or the disk refuses."""
-    try:
-        return take_lock(folder / LOCK)
-    except Timeout as error:
-        raise UsageError(Problem("run_in_use", IS_LOCKED.format(folder=folder), fix)) from error
-    except OSError as error:
-        message = f"{folder} cannot be written to ({(error.strerror or str(error)).lower()})."
-        raise UsageError(
-            Problem("output_not_writable", message, "Choose another --output, or make room there.")
-        ) from error
-
-
-def take_lock(path: Path) -> BaseFileLock:
-    """Acquire the lock. Where the file system has no locks, a file that names its owner is used instead.
-
-    Raises Timeout when another process has it, OSError when the disk refuses.
-    """
-    # One for all threads: the thread that writes checkpoints may find the folder gone.
-    lock: BaseFileLock = FileLock(path, timeout=0, thread_local=False)
-    try:
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS):
-            raise
-        lock = SoftFileLock(path.with_name(SOFT_LOCK), timeout=0, thread_local=False)
-        lock.acquire()
-    return lock
-
-
-def holder_of(folder: Path) -> ProcessNote | None:
-    """The live process that holds the folder's lock, by the note that it left beside it. Takes no lock."""
-    note = read_note(folder / OWNER)
-    return note if note is not None and note.is_alive() else None
-
-
-def leave_as_found(folder: Path, previous: dict[str, Any] | None) -> None:
-    """Restore the folder after a usage error before training, so that the corrected command can run."""
     if previous is not None:
-        write_json(folder / RECORD, previous)
+        write_json(folder / RECORD, asdict(previous))
         return
     for name in (RECORD, "config.toml", IMAGES, RESERVE):
         (folder / name).unlink(missing_ok=True)

@@ -17,9 +17,9 @@ from lora_trainer.export.tensor_file import DamagedFile, read_sealed
 from lora_trainer.export.weights import AdapterWeights, folded
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.optim.optimizers import OPTIMIZERS
-from lora_trainer.report.record import read_record
 from lora_trainer.run.choices import DTYPES
 from lora_trainer.run.release import WEIGHTS, lora_weights
+from lora_trainer.run_folder.record import Record
 from lora_trainer.training.checkpoints.best import best_files, read_best
 from lora_trainer.training.checkpoints.checkpoint import (
     ADAPTER,
@@ -51,11 +51,10 @@ class RunFiles:
 
 def run_files(lora: Path) -> RunFiles | None:
     """The run whose `run.json` is beside a LoRA file; None where it does not name its LoRA and that one's step."""
-    record = read_record(lora.parent) or {}
-    try:
-        return RunFiles(lora.parent, lora.parent / record["files"]["kohya"], int(record["released"]["step"]))
-    except (LookupError, TypeError, ValueError):
+    record = Record.read(lora.parent)
+    if record is None or record.files["kohya"] is None or not isinstance(step := record.released.get("step"), int):
         return None
+    return RunFiles(lora.parent, lora.parent / record.files["kohya"], step)
 
 
 def kept_steps(

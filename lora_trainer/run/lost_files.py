@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.report.read import mapping, text
+
+if TYPE_CHECKING:
+    from lora_trainer.run_folder.record import Record
 
 LORA_FILES = ("kohya", "diffusers")
 
 
-def lost_loras(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
+def lost_loras(folder: Path, record: Record) -> dict[str, str]:
     """What is wrong with each LoRA file of a finished run, by its name; empty where all are as they were written."""
     lost = {}
     for kind in LORA_FILES:
-        name = text(mapping(record.get("files")).get(kind))
+        name = record.files[kind]
         if name and (wrong := damage_of(folder / name)):
             lost[name] = wrong
     return lost

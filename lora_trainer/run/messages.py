@@ -19,8 +19,9 @@ from lora_trainer.data.captions import most_choices
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.models.folder import read_config
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_bytes, own_architecture
+from lora_trainer.run_folder.record import RECORD
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.models.family import Family, ModelFacts
     from lora_trainer.models.lora_clients import Client
-    from lora_trainer.report.record import Record
     from lora_trainer.run.order import Order
+    from lora_trainer.run_folder.record import Record
 
 
 MOST_FINDINGS = 8
@@ -368,7 +369,7 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
         "before / after": comparison,
         "report": folder / "report.html" if record.files.get("report") else None,
-        "record": folder / "run.json",
+        "record": folder / RECORD,
     }
     for what, path in where.items():
         if path is not None:

@@ -15,8 +15,8 @@ from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.models import FAMILIES
 from lora_trainer.monitor.console import Console as PlainConsole
-from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.inputs import data_sources
+from lora_trainer.run_folder.progress import Watch, unwatched
 from lora_trainer.training.steering import Steering
 
 if TYPE_CHECKING:  # it loads torch

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from lora_trainer.config.layers import Layer
-from lora_trainer.config.schema import Config
 from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
-from lora_trainer.core.io import read_json
 from lora_trainer.data.sample_counts import NEVER_TRAINED
 from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.base_loras import with_loras
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts
+from lora_trainer.report.read import mapping, sequence, text
 from lora_trainer.run.bases.find import Base, on_stderr, silent
+from lora_trainer.run_folder.record import RECORD, Record
+
+if TYPE_CHECKING:
+    from lora_trainer.config.schema import Config
 
 READING = ("clip_skip", "max_tokens", "max_sequence_length")  # what of [text_encoder] says how captions are read
 
@@ -35,26 +39,27 @@ class RunFolder:
 
 def lora_of(path: Path) -> Path:
     """The LoRA that a run exported, for the run's folder; any other path itself."""
-    try:
-        return path / str(read_json(path / "run.json")["files"]["kohya"])
-    except (OSError, ValueError, LookupError, TypeError):
+    record = Record.read(path)
+    if record is None or record.files["kohya"] is None:
         return path
+    return path / record.files["kohya"]
 
 
 def run_beside(lora: Path, say: Callable[[str], None] = on_stderr) -> RunFolder | None:
     """The run that a file lies in."""
-    record = lora.parent / "run.json"
-    if not record.is_file():
+    record = Record.read(lora.parent)
+    if record is None:
         return None
-    try:
-        document = read_json(record)
-        judged = document.get("lora", {}) if lora.name in document.get("files", {}).values() else {}
-        found = [each for each in judged.get("findings", ()) if each["code"] == NEVER_TRAINED]
-        unseen = Finding(NEVER_TRAINED, "error", str(found[0]["message"]), str(found[0]["fix"])) if found else None
-        return RunFolder(Config.model_validate(document["config"]), str(document.get("data_hash", "")), unseen)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        say(f"warning: {record} cannot be read and is ignored")
+    config = record.read_config()
+    if config is None:
+        say(f"warning: {lora.parent / RECORD} cannot be read and is ignored")
         return None
+    unseen = None
+    if lora.name in record.files.values():
+        for finding in map(mapping, sequence(record.lora.get("findings"))):
+            if finding.get("code") == NEVER_TRAINED:
+                unseen = Finding(NEVER_TRAINED, "error", text(finding.get("message")), text(finding.get("fix")))
+    return RunFolder(config, record.data_hash, unseen)
 
 
 def model_of_run(lora: Path, user: Sequence[Layer]) -> list[Layer]:

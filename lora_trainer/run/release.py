@@ -32,11 +32,11 @@ from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.models.textual_inversion import to_embeddings
 from lora_trainer.optim.schedules import first_swa_step, warmup_length
-from lora_trainer.report.record import step_files
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
 from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
+from lora_trainer.run_folder.record import step_files
 from lora_trainer.training.build import trained_process
 from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name

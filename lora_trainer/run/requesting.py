@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.report.record import read_record
-from lora_trainer.run.folder import holder_of
+from lora_trainer.run_folder.alive import is_alive
+from lora_trainer.run_folder.record import Record
 from lora_trainer.training.requests import ANSWERED, write_request
 
 
@@ -16,21 +16,21 @@ def send_request(run: Path, do: str, prompts: Sequence[str] = ()) -> Path:
 
     Raises UsageError for a folder without a run, a run that does not train now, and a request that it would refuse.
     """
-    record = read_record(run)
+    record = Record.read(run)
     if record is None:
         raise UsageError(
             Problem(
                 "not_a_run", f"{run} is not a run: it has no run.json.", "Name the folder of a run, such as runs/cat."
             )
         )
-    if record.get("status") != "running" or holder_of(run) is None:
-        status = "was killed" if record.get("status") == "running" else f"its status is {record.get('status')}"
+    if record.status != "running" or not is_alive(run):
+        status = "was killed" if record.status == "running" else f"its status is {record.status}"
         raise UsageError(
             Problem(
                 "run_not_training", f"{run} does not train now: {status}.", "Start it, or continue it with --resume."
             )
         )
-    if record.get("training"):
+    if record.training:
         message = f"{run} does not train any more: its LoRA is exported and scored."
         raise UsageError(
             Problem("run_not_training", message, "Wait for its end, and use `lora-trainer sample` with its LoRA.")

@@ -17,7 +17,7 @@ from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json
 from lora_trainer.data.captions import TRIGGER
 from lora_trainer.monitor.tracker_kinds.interface import ShownImage
-from lora_trainer.report.record import BEFORE_AFTER
+from lora_trainer.run_folder.record import BEFORE_AFTER
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import Config

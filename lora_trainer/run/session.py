@@ -22,7 +22,6 @@ from lora_trainer.data.caches.pruning import keep_limit
 from lora_trainer.data.caches.sharing import USERS, in_use
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
-from lora_trainer.report.record import read_record
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
 from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_their_gpus
 from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
@@ -30,6 +29,7 @@ from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.messages import refuse_without_validation
 from lora_trainer.run.start import find_start, fixed_settings
+from lora_trainer.run_folder.record import Record
 from lora_trainer.training.network_weights import check_lora_files
 from lora_trainer.training.torch_settings import rounds_alike_anywhere, set_hardware
 
@@ -250,6 +250,6 @@ def keep_cache_limit(session: Session, folder: Path) -> None:
 
 def earlier_threads(folder: Path) -> int | None:
     """The threads at the start of the run, from its record; None where it has no such number."""
-    hardware = (read_record(folder) or {}).get("hardware")
-    count = hardware.get("threads") if isinstance(hardware, dict) else None
+    record = Record.read(folder)
+    count = None if record is None else record.hardware.get("threads")
     return count if isinstance(count, int) and count > 0 else None

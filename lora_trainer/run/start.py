@@ -15,10 +15,10 @@ from lora_trainer.data.sample import Manifest, Sample
 from lora_trainer.models.base_loras import base_digest
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.report.read import mapping, sequence
-from lora_trainer.report.record import step_files
 from lora_trainer.run.changed_data import changed_images
 from lora_trainer.run.class_images import class_prompts, class_source
 from lora_trainer.run.inputs import Inputs, arithmetic, with_absolute_paths
+from lora_trainer.run_folder.record import step_files
 from lora_trainer.training.checkpoints.checkpoint import WEIGHTS_ONLY, Checkpoint, newest_valid
 from lora_trainer.training.network_weights import lora_path
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_trainer.config.options import suited
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
@@ -33,22 +32,17 @@ from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process
-from lora_trainer.monitor.progress import Progress
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
-from lora_trainer.report.read import checkpoints_in, keeps_state
-from lora_trainer.report.record import FILE as RECORD
-from lora_trainer.report.record import PHASES, SHOWN_EVENTS, Record, Status, latest, read_record, write_record
+from lora_trainer.report.read import checkpoints_in
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import find_base, named_absolutely, on_stderr, silent
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
-    LOCK,
     asks_for_more,
     claim,
     ended_early,
     free_reserve,
-    is_finished,
     leave_as_found,
     locked_folder,
     wrong_scratch,
@@ -66,6 +60,9 @@ from lora_trainer.run.lost_files import lost_loras
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.settings import refuse_guidance, refuse_unchecked, refuse_unmeasured, with_installed_libraries
+from lora_trainer.run_folder.lock import LOCK
+from lora_trainer.run_folder.progress import Progress, ProgressFile
+from lora_trainer.run_folder.record import RECORD, SHOWN_EVENTS, Record, Status, latest
 
 if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.config.layers import Resolved
@@ -76,28 +73,29 @@ if TYPE_CHECKING:  # torch is loaded after the data is checked
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `record` is what its `run.json` says; empty after a dry run."""
+    """How a run ended. `record` is what its `run.json` says; None after a dry run."""
 
     folder: Path
-    record: Mapping[str, Any]
+    record: Record | None
     exit_code: int
 
     def __repr__(self) -> str:
         """The result in a line, as a notebook shows it; `record` has thousands of characters."""
-        status, scores = self.record.get("status"), ", ".join(f"{name} {value}" for name, value in self.scores.items())
+        status = None if self.record is None else self.record.status
+        scores = ", ".join(f"{name} {value}" for name, value in self.scores.items())
         return f"RunResult({str(self.folder)!r}, {status}, scores: {scores or 'none'}, exit code {self.exit_code})"
 
     @property
     def scores(self) -> dict[str, float | None]:
         """`dataset` and `lora`, in [0, 1]."""
-        return dict(self.record.get("scores", {}))
+        return {} if self.record is None else self.record.scores
 
     @property
     def files(self) -> dict[str, Path]:
         """What was written: `kohya`, `diffusers`, `report`."""
-        return {
-            name: self.folder / file for name, file in self.record.get("files", {}).items() if isinstance(file, str)
-        }
+        if self.record is None:
+            return {}
+        return {name: self.folder / file for name, file in self.record.files.items() if file is not None}
 
 
 @listening()
@@ -116,8 +114,8 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     announce(resolved.config, console)
     show_commands(resolved, console)
     found = claim(order, only_looks=dry_run)
-    lost = {} if found is None or not is_finished(found) else lost_files(order, found, dry_run=dry_run)
-    is_over = found is not None and is_finished(found) and not lost
+    lost = lost_files(order, found, dry_run=dry_run) if found is not None and found.is_finished else {}
+    is_over = found is not None and found.is_finished and not lost
     if found is not None and is_over and not asks_for_more(order, found):
         return nothing_to_do(order, found, dry_run=dry_run)
     find_encoder(resolved.config, weights=False, say=silent)
@@ -126,18 +124,19 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     inputs = read_inputs(order.config, model)
     show_report(order.config, inputs, console)
     if dry_run:
-        if found is not None and is_over and total_steps(order, inputs) <= found.get("steps", 0):
+        if found is not None and is_over and total_steps(order, inputs) <= found.steps:
             refuse_data(inputs, enforce_gates=enforce_gates)
             return nothing_to_do(order, found, dry_run=True)
         show_dry_run(order, inputs, enforce_gates=enforce_gates)
-        return RunResult(folder, {}, DONE)
+        return RunResult(folder, None, DONE)
     with then_command(order) as ended:
         refuse_data(inputs, enforce_gates=enforce_gates)
         inputs = with_weights(order, inputs)  # not downloaded for refused data
-        if found is not None and is_over and total_steps(order, inputs) <= found.get("steps", 0):
+        if found is not None and is_over and total_steps(order, inputs) <= found.steps:
             return nothing_to_do(order, found)
         result = run_recorded(order, inputs)
-        ended(result.record)
+        if result.record is not None:
+            ended(result.record)
         return result
 
 
@@ -151,7 +150,7 @@ def show_dry_run(order: Order, inputs: Inputs, *, enforce_gates: bool, trains: b
         refuse_plan(order, plan, trains=trains)
 
 
-def lost_files(order: Order, record: Mapping[str, Any], *, dry_run: bool) -> dict[str, str]:
+def lost_files(order: Order, record: Record, *, dry_run: bool) -> dict[str, str]:
     """The LoRA files of a finished run that are missing or damaged, printed: they are exported again from its checkpoints.
 
     Raises UsageError where there is none.
@@ -160,7 +159,7 @@ def lost_files(order: Order, record: Mapping[str, Any], *, dry_run: bool) -> dic
     if not lost:
         return lost
     found = "; ".join(f"{name} {wrong}" for name, wrong in lost.items())
-    if not checkpoints_in(order.folder / "checkpoints") or not keeps_state(record):
+    if not checkpoints_in(order.folder / "checkpoints") or not record.keeps_state:
         message = f"{order.folder} is finished, but {found}, and it has no checkpoint to export the LoRA from."
         raise UsageError(
             Problem("export_not_possible", message, "Copy the file back, or train again under another --name.")
@@ -189,30 +188,30 @@ def startable(order: Order) -> Order:
     return replace(order, resolved=resolved)
 
 
-def nothing_to_do(order: Order, record: Mapping[str, Any], *, dry_run: bool = False) -> RunResult:
+def nothing_to_do(order: Order, record: Record, *, dry_run: bool = False) -> RunResult:
     """Report a resumed run that is already finished; the exit code is the gate's, where it refused the LoRA."""
-    status, steps = record["status"], record["steps"]
+    status, steps = record.status, record.steps
     if is_main_process() and not dry_run:
         remove_unfinished(order.folder)  # the report was being written when the run was killed
         write_missing_report(order, record)
-    if ended_early(order, dict(record)):
+    if ended_early(order, record):
         order.console.print(
-            f"{order.folder} stopped early at step {steps}: {record.get('reason')}. Nothing to do."
+            f"{order.folder} stopped early at step {steps}: {record.reason}. Nothing to do."
             " To continue, set a higher safeguards.patience."
         )
-        return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+        return RunResult(order.folder, record, record.exit_code or DONE)
     order.console.print(
         f"{order.folder} is finished (status {status}, step {steps}). Nothing to do."
         f" To continue, add --max-steps with more than {steps}."
     )
-    return RunResult(order.folder, record, int(record.get("exit_code") or DONE))
+    return RunResult(order.folder, record, record.exit_code or DONE)
 
 
-def write_missing_report(order: Order, record: Mapping[str, Any]) -> None:
+def write_missing_report(order: Order, record: Record) -> None:
     """Write the report of a finished run again where its record names one that is not there."""
     from lora_trainer.report import FILE, write_report
 
-    if record.get("files", {}).get("report") and not (order.folder / FILE).is_file():
+    if record.files["report"] and not (order.folder / FILE).is_file():
         try:
             write_report(order.folder)
         except Exception as error:  # noqa: BLE001  a report must not change how a run ends
@@ -310,15 +309,21 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
     processes = join_processes(order.config.train.process_timeout_minutes)
     processes.wait()
     # A signal ends only the session; the record is written before and after it.
-    with locked_folder(order) as lock_again, patient(patience_of(order)) as patience, remembering():
+    with (
+        locked_folder(order) as lock_again,
+        ProgressFile(folder if is_main_process() else None) as progress_file,
+        patient(patience_of(order)) as patience,
+        remembering(),
+    ):
         patience.keep(LOCK, lock_again)
+        order = replace(order, watch=progress_file.also(order.watch))
         if order.resume and is_main_process():
             take = partial(take_over, folder / "checkpoints", order.console.print)
             write_with_retry("what a killed session left in its scratch folder", folder, take)
         processes.wait()  # all start from the same checkpoint
-        previous, before = read_record(folder), list_checkpoints(folder / "checkpoints")
-        record = first_record(order, inputs, previous or {})
-        order = replace(order, differences=find_differences(order, previous or {}, record))
+        previous, before = Record.read(folder), list_checkpoints(folder / "checkpoints")
+        record = first_record(order, inputs, previous)
+        order = replace(order, differences=find_differences(order, previous, record))
         threads = TrackerThreads(order.config.run.trackers if is_main_process() else (), tracked_run(order, record))
         keep(folder, record)
         try:
@@ -330,6 +335,7 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
             if isinstance(error, UsageError) and trained == before:
                 if is_main_process():
                     threads.finish(RunEnding("failed", error.exit_code))
+                    progress_file.close()
                     leave_as_found(folder, previous)
                 raise
             record = replace(latest(folder, record), steps=step_of(trained[0]) if trained else 0)
@@ -399,9 +405,9 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
         record = replace(record, status="stopped", exit_code=outcome.signal_exit, reason="stopped by a signal")
         record = finish(order, record)
         order.console.print(describe_stop(order, record))
-        return RunResult(folder, asdict(record), outcome.signal_exit)
+        return RunResult(folder, record, outcome.signal_exit)
     if report is None:  # not the main process
-        return RunResult(folder, asdict(record), DONE)
+        return RunResult(folder, record, DONE)
     status = ending(order, report)
     refused = status != "done"
     mark(folder, status, report)
@@ -415,7 +421,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
         fixes = " ".join(dict.fromkeys(each.fix for each in report.findings if each.severity == "error" and each.fix))
         message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as {status}."
         raise LoraRefused(Problem("lora_refused", message, fixes or "The findings above say what to change."), report)
-    return RunResult(folder, asdict(record), code)
+    return RunResult(folder, record, code)
 
 
 def ending(order: Order, report: LoraReport) -> Status:
@@ -444,7 +450,7 @@ def mark(folder: Path, status: Status, report: LoraReport) -> None:
 def keep(folder: Path, record: Record) -> None:
     """Write the record, from the main process only."""
     if is_main_process():
-        write_record(folder, record)
+        record.write(folder)
 
 
 def finish(order: Order, record: Record) -> Record:
@@ -469,7 +475,7 @@ def finish(order: Order, record: Record) -> Record:
     shown = record.steps > 0 or record.status != "stopped"
     files = {**record.files, "report": FILE if shown else None}
     record = replace(record, files=files, samples=samples, weights=weights, events=events)
-    write_record(order.folder, record)
+    record.write(order.folder)
     if not shown:
         return record
     try:
@@ -477,7 +483,7 @@ def finish(order: Order, record: Record) -> Record:
     except Exception as error:  # noqa: BLE001  a report must not change how a run ends
         order.console.print(f"{FILE} could not be written: {type(error).__name__}: {error}")
         record = replace(record, files={**record.files, "report": None})
-        write_record(order.folder, record)
+        record.write(order.folder)
     return record
 
 
@@ -496,23 +502,24 @@ def ended_by(error: BaseException, record: Record) -> Record:
     return replace(record, status="failed", exit_code=code, reason=reason)
 
 
-def first_record(order: Order, inputs: Inputs, earlier: Mapping[str, Any]) -> Record:
+def first_record(order: Order, inputs: Inputs, earlier: Record | None) -> Record:
     """The record before training; the durations of earlier sessions and the last hardware are kept."""
     config = with_absolute_paths(order.config).model_dump(mode="json")
     versions = package_versions()
+    before = earlier or Record(order.folder.name, sessions=0)
     return Record(
         name=order.folder.name,
-        started=earlier.get("started") or time.time(),
+        started=before.started or time.time(),
         config=config,
         origins=dict(order.resolved.origin),
-        pinned=dict(earlier.get("pinned", {})),
-        sessions=int(earlier.get("sessions") or 1) + 1 if earlier else 1,
+        pinned=before.pinned,
+        sessions=before.sessions + 1,
         gates_enforced=order.enforce_gates,
         scores={"dataset": round(inputs.report.score, 4), "lora": None},
-        seconds={**dict.fromkeys(PHASES, 0.0), **earlier.get("seconds", {})},
+        seconds=before.seconds,
         changed=differences(order, earlier, config, versions),
         versions=versions,
-        hardware=earlier.get("hardware", {}),
+        hardware=before.hardware,
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, **named_absolutely(order.config.model)},
         dataset=dataset_facts(inputs),

@@ -13,13 +13,13 @@ from lora_trainer.config.presets import AUTO, preset_layers
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import open_missing_streams
-from lora_trainer.monitor.progress import Watch, unwatched
 from lora_trainer.run.bases.find import on_stderr, silent
 from lora_trainer.run.inputs import read_architecture, read_data, read_model
 from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.settings import go_offline, settle
 from lora_trainer.run.train import RunResult, train
+from lora_trainer.run_folder.progress import Watch, unwatched
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -27,11 +27,11 @@ from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.report import FILE as PAGE
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Tick, make_chart, short, smoothed
 from lora_trainer.report.write import render
-from lora_trainer.run.folder import locked
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import make_order, plain_console, run_folder
 from lora_trainer.run.train import refuse_data, train
+from lora_trainer.run_folder.lock import LOCKS, locked
 from lora_trainer.training.steering import RegularValidation, Steering
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def check_range(order: RangeOrder) -> None:
             )
         )
     folder = order.folder
-    if folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {RUN, ".lock", ".lock.held"}):
+    if folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - {RUN, *LOCKS}):
         problems.append(Problem("output_exists", f"{folder} exists already.", "Choose another --name, or delete it."))
     if problems:
         raise UsageError(problems)

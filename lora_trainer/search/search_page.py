@@ -12,7 +12,7 @@ from lora_trainer.config.toml import shown
 from lora_trainer.core.findings import counted
 from lora_trainer.core.imports import why_unusable
 from lora_trainer.core.io import write_text
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.report import FILE
 from lora_trainer.report.write import render
 from lora_trainer.search.outcome import PRESET

@@ -23,15 +23,15 @@ from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.jobs.executors.local import be_worker, kept_families, run_processes
 from lora_trainer.jobs.joint_jobs import settings_against
 from lora_trainer.models import FAMILIES
-from lora_trainer.monitor.progress import duration
+from lora_trainer.monitor.progress_line import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
-from lora_trainer.report.record import read_record
-from lora_trainer.run.folder import LOCKS, locked
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths
 from lora_trainer.run.messages import announce
 from lora_trainer.run.order import plain_console, run_folder
 from lora_trainer.run.settings import with_installed_libraries
 from lora_trainer.run.train import refuse_data
+from lora_trainer.run_folder.lock import LOCKS, locked
+from lora_trainer.run_folder.record import Record
 from lora_trainer.search.confirm import Confirmation, confirm
 from lora_trainer.search.outcome import write_outcome
 from lora_trainer.search.search_page import write_page
@@ -171,7 +171,7 @@ def check_order(order: SearchOrder) -> int:
     folder = order.folder
     other = folder.exists() and (not folder.is_dir() or set(os.listdir(folder)) - set(LOCKS))
     if other and not (folder / STUDY_FILE).is_file():
-        what = "holds a run" if read_record(folder) is not None else f"exists and has no {STUDY_FILE}"
+        what = "holds a run" if Record.read(folder) is not None else f"exists and has no {STUDY_FILE}"
         problems.append(Problem("folder_unusable", f"{folder} {what}.", "Choose another --name or --output."))
     if problems:
         raise UsageError(problems)

@@ -17,12 +17,11 @@ from lora_trainer.core.interrupt import Stopped, stop_if_signalled
 from lora_trainer.jobs.joint_jobs import base_of
 from lora_trainer.jobs.worker import RunLog, last_words, run_together
 from lora_trainer.monitor.console import Console
-from lora_trainer.report.record import Record, read_record
-from lora_trainer.run.folder import is_finished
 from lora_trainer.run.inputs import arithmetic
 from lora_trainer.run.order import make_order
 from lora_trainer.run.settings import settle
 from lora_trainer.run.train import ended_by, train
+from lora_trainer.run_folder.record import Record
 from lora_trainer.search.study import ENDED, SearchPlan, TrialState
 from lora_trainer.training.steering import RegularValidation, Steering
 
@@ -148,30 +147,30 @@ def run_trial(run: SearchRun, objective: str, families: Mapping[str, Family], me
     with RunLog(folder) as log:
         console = Console(file=cast("IO[str]", log), highlight=False, markup=False, emoji=False, soft_wrap=True)
         try:
-            record = read_record(folder)
-            if record is None or not is_finished(record):
+            record = Record.read(folder)
+            if record is None or not record.is_finished:
                 order = make_order(run.make_settings(), resume=True, console=console)
                 result = train(replace(order, families=families, steering=run.steering, member=member))
                 if result.exit_code >= SIGNALED:
                     raise Stopped(result.exit_code)
-                record = dict(result.record)
+                record = result.record or Record(folder.name)
         except (KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:  # noqa: BLE001  the other trials must continue
             log.write(last_words(error))
             ended = ended_by(error, Record(folder.name))
-            found = read_record(folder) or {}
+            record = Record.read(folder) or ended
             reason = (ended.reason or type(error).__name__).splitlines()[0]
-            return TrialEnd("failed", None, reason, int(found.get("steps") or 0), seconds_of(found))
+            return TrialEnd("failed", None, reason, record.steps, seconds_of(record))
     return end_of(record, objective)
 
 
-def end_of(record: Mapping[str, Any], objective: str) -> TrialEnd:
+def end_of(record: Record, objective: str) -> TrialEnd:
     """The end of a finished run. A value that is not finite is no value."""
-    steps, seconds = int(record.get("steps") or 0), seconds_of(record)
-    if record.get("exit_code") not in (DONE, LORA_REFUSED):
-        return TrialEnd("failed", None, str(record.get("reason") or ""), steps, seconds)
-    if ended := record["training"]["control"]["ended"]:
+    steps, seconds = record.steps, seconds_of(record)
+    if record.exit_code not in (DONE, LORA_REFUSED):
+        return TrialEnd("failed", None, record.reason or "", steps, seconds)
+    if ended := record.training["control"]["ended"]:
         return TrialEnd("failed" if ended == NO_LOSS else "pruned", None, ended, steps, seconds)
     value = measured_value(record, objective)
     if value is None or not math.isfinite(value):
@@ -180,20 +179,17 @@ def end_of(record: Mapping[str, Any], objective: str) -> TrialEnd:
     return TrialEnd("complete", value, "", steps, seconds)
 
 
-def measured_value(record: Mapping[str, Any], objective: str) -> float | None:
+def measured_value(record: Record, objective: str) -> float | None:
     """The LoRA's score, or the plain validation loss of the weights that were exported."""
     if objective == "verdict":
-        score: float | None = record["scores"]["lora"]
-        return score
-    is_best = record["config"]["checkpoint"]["export_weights"] == "best"
-    loss: float | None = record["training"]["best_val_loss" if is_best else "val_loss"]
+        return record.scores["lora"]
+    is_best = record.setting("checkpoint.export_weights") == "best"
+    loss: float | None = record.training["best_val_loss" if is_best else "val_loss"]
     return loss
 
 
-def seconds_of(record: Mapping[str, Any]) -> float:
-    with contextlib.suppress(TypeError, ValueError, KeyError):
-        return round(float(record["seconds"]["total"]), 1)
-    return 0.0
+def seconds_of(record: Record) -> float:
+    return round(record.seconds["total"], 1)
 
 
 def pruning(trial: Trial, plan: SearchPlan) -> Steering:

@@ -15,8 +15,9 @@ from lora_trainer.core.findings import counted
 from lora_trainer.training.checkpoints.checkpoint import step_name
 from lora_trainer.training.checkpoints.save import keep_weights, save, settle
 from lora_trainer.training.guard import check_weights_are_finite
+from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.oom_fallback import agree_across_processes
-from lora_trainer.training.run import Run, is_due, is_regular
+from lora_trainer.training.run import Run, is_due, is_regular, lr_at
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.update_sizes import UpdateSizes
 from lora_trainer.training.validation import validate
@@ -127,6 +128,7 @@ def sample_hooks(run: Run, due: Due, reporter: Reporter) -> tuple[Hook, Hook]:
     def draw_samples(state: TrainState) -> TrainState:
         nonlocal not_drawn
         if sample is not None and due.samples(state):
+            reporter.progress(progress_of(run, state, lr_at(run, state, state.step), 0.0, "drawing"))
             with run.context.phase("samples"):
                 not_drawn = sample(state)
         return state

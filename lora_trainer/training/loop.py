@@ -29,8 +29,8 @@ from lora_trainer.training.stopping import Stopping
 from lora_trainer.training.validation import validate
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Watch
     from lora_trainer.monitor.trackers import Trackers
+    from lora_trainer.run_folder.progress import Watch
     from lora_trainer.training.checkpoints.checkpoint import Checkpoint
     from lora_trainer.training.micro_batch import MicroBatch
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.monitor.memory import peak_memory_gib
-from lora_trainer.monitor.progress import Phase, Progress
+from lora_trainer.run_folder.progress import Phase, Progress
 from lora_trainer.training.control import after_step
 from lora_trainer.training.guard import by_loss, find_stop_reason, has_overflowed, not_finite, stop_or_roll_back
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.monitor.events import Event, Kind
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Progress, Watch
     from lora_trainer.monitor.trackers import Trackers
     from lora_trainer.monitor.watches import Watches
+    from lora_trainer.run_folder.progress import Progress, Watch
 
 
 @dataclass(frozen=True)

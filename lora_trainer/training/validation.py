@@ -26,7 +26,7 @@ from lora_trainer.training.steering import RegularValidation
 from lora_trainer.training.stopping import any_aborted
 
 if TYPE_CHECKING:
-    from lora_trainer.monitor.progress import Phase
+    from lora_trainer.run_folder.progress import Phase
     from lora_trainer.training.reporter import Reporter
     from lora_trainer.training.state import OomFallback, TrainState
 

@@ -31,8 +31,8 @@ from lora_trainer.data.sources.names import ending_of, is_image, masks_beside
 from lora_trainer.models import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.published import public_architecture
-from lora_trainer.report.read import mapping
-from lora_trainer.report.record import read_record
+from lora_trainer.report.read import mapping, sequence
+from lora_trainer.run_folder.record import RECORD, Record
 from lora_trainer.web.asked_settings import texts_in
 from lora_trainer.web.dataset_index import BUILTIN, DatasetIndex, WantedImages
 from lora_trainer.web.run_list import Stamp, stamp_of
@@ -243,10 +243,11 @@ def used_by_runs(state: ServerState) -> list[dict[str, Any]]:
 
 
 def sources_of_run(folder: Path) -> tuple[str, ...]:
-    stamp = stamp_of(folder / "run.json")
+    stamp = stamp_of(folder / RECORD)
     if folder not in kept_sources or kept_sources[folder][0] != stamp:
-        sources = mapping(mapping((read_record(folder) or {}).get("config")).get("data")).get("sources") or []
-        paths = [each if isinstance(each, str) else mapping(each).get("path") for each in sources]
+        record = Record.read(folder)
+        sources = None if record is None else record.setting("data.sources")
+        paths = [each if isinstance(each, str) else mapping(each).get("path") for each in sequence(sources)]
         kept_sources[folder] = stamp, tuple(texts_in(paths))
     return kept_sources[folder][1]
 

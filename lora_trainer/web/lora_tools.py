@@ -15,8 +15,8 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
 from lora_trainer.models import FAMILIES
-from lora_trainer.report.record import FILE
 from lora_trainer.run.bases.names import as_hub_part
+from lora_trainer.run_folder.record import RECORD
 from lora_trainer.web.asked_settings import Text
 from lora_trainer.web.lora_list import ENDING, LIBRARY, TOKENS, id_of_lora
 from lora_trainer.web.run_list import folder_of
@@ -112,7 +112,7 @@ def target_of(name: str, state: ServerState, problems: list[Problem]) -> tuple[l
         return [], state.loras.library / "none"
     target = state.loras.library / f"{stem}{ENDING}"
     folder = target.parent
-    if folder.is_symlink() or (folder / FILE).exists() or (folder.exists() and not folder.is_dir()):
+    if folder.is_symlink() or (folder / RECORD).exists() or (folder.exists() and not folder.is_dir()):
         message = f"{folder} is not a folder of LoRA files, but a run, a link or a file."
         problems.append(Problem("folder_unusable", message, f"Rename it: what the tools write goes to {LIBRARY}."))
     running = [row for row in state.tasks.rows() if row["status"] == "running" and row["kind"] == KIND]

@@ -25,8 +25,8 @@ from lora_trainer.core.io import write_json, write_text
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.imported import FORMATS, import_file
 from lora_trainer.importers.other_names import other_names
-from lora_trainer.report.read import keeps_state, mapping
-from lora_trainer.report.record import read_record
+from lora_trainer.report.read import mapping
+from lora_trainer.run_folder.record import Record
 from lora_trainer.web.asked_settings import AskedSettings, texts_in, user_presets
 from lora_trainer.web.queue_api import add_jobs
 from lora_trainer.web.run_list import folder_of, id_of
@@ -279,7 +279,7 @@ def write_config(state: ServerState, name: str, values: Mapping[str, Any]) -> Pa
 def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Response:
     """Continue a run, with other settings where they may change; refused with all problems before anything is written."""
     folder = folder_of(run, state.output)
-    settings, record = (asked or ResumedRun()).settings, read_record(folder) or {}
+    settings, record = (asked or ResumedRun()).settings, Record.read(folder)
     row = state.runs.row(folder)
     if not row["is_live"] and not state.run_rows.is_starting_again(row):
         state.children.wait(run)
@@ -287,15 +287,14 @@ def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Respo
         if row["is_live"]:
             raise Refusal(409, Problem("already_running", f"{folder.name} runs already.", "Stop it first."))
         path = folder / "config.toml"
-        if not keeps_state(record) or not path.is_file():
+        if record is None or not record.keeps_state or not path.is_file():
             raise Refusal(
                 409, Problem("not_resumable", f"{folder.name} cannot be resumed: it kept no state.", "Start a new run.")
             )
-        before, problems = mapping(record.get("config")), list[Problem]()
+        problems = list[Problem]()
         values = AskedSettings(settings=settings).nested(problems)
         for name, value in settings.items():
-            section, _, key = name.partition(".")
-            old = mapping(before.get(section)).get(key)
+            old = record.setting(name)
             if name in (*FIXED, *FIXED_IN_EFFECT) and value != old:
                 message = f"{name} was {shown(old)} and cannot be changed when a run is resumed."
                 problems.append(Problem("setting_changed", message, "Set it back, or start a new run."))
@@ -317,7 +316,7 @@ def resume_run(run: str, state: State, asked: ResumedRun | None = None) -> Respo
             resume=True,
         )
         found = state.planner.ask_once(sent)
-        command = "produce" if record.get("gates_enforced") else "train"
+        command = "produce" if record.gates_enforced else "train"
         written = write_config(state, run, merged)
         arguments = [command, f"--config={written}", f"--output={folder.parent}", f"--name={folder.name}", "--resume"]
         state.children.start(run, arguments, again=True)

@@ -14,11 +14,12 @@ from urllib.parse import quote
 import psutil
 
 from lora_trainer.core.errors import Problem
-from lora_trainer.monitor.trackers import METRICS, VALIDATION
+from lora_trainer.monitor.trackers import VALIDATION
 from lora_trainer.report.prometheus import newest_row
-from lora_trainer.report.read import mapping, number, text, whole
-from lora_trainer.report.record import FILE, read_record
-from lora_trainer.run.folder import holder_of
+from lora_trainer.report.read import number, text
+from lora_trainer.run_folder.alive import is_alive
+from lora_trainer.run_folder.progress import PROGRESS, read_progress
+from lora_trainer.run_folder.record import RECORD, Record
 from lora_trainer.web.safety import Refusal
 
 OWN = ".ui"  # the server's own folder inside of that of the runs
@@ -60,7 +61,7 @@ def folder_of(run: str, output: Path) -> Path:
         each.is_symlink() for each in (folder, *folder.parents) if each.is_relative_to(output) and each != output
     ):
         try:
-            if read_record(folder) is not None:
+            if Record.read(folder) is not None:
                 return folder
         except OSError:  # a name that is too long
             pass
@@ -102,7 +103,7 @@ class RunList:
             return self._row(folder)
 
     def _row(self, folder: Path) -> dict[str, Any]:
-        files = (folder / FILE, folder / "samples", folder / METRICS, folder / VALIDATION)
+        files = (folder / RECORD, folder / "samples", folder / PROGRESS, folder / VALIDATION)
         kept = self._kept.get(folder)
         stamps = tuple(map(stamp_of, files[:2]))
         # What an ended run wrote in its steps is in its record.
@@ -110,7 +111,7 @@ class RunList:
             stamps = tuple(map(stamp_of, files))
             if kept is None or kept.stamps != stamps:
                 kept = self._kept[folder] = KeptRow(stamps, row_of(folder, self.output))
-        row = {**kept.row, "is_live": kept.row["status"] == "running" and holder_of(folder) is not None}
+        row = {**kept.row, "is_live": kept.row["status"] == "running" and is_alive(folder)}
         if row["outcome"] and row["lora"] and not (folder / row["lora"]).is_file():
             row["outcome"] = "missing"  # its files change without its record
         return row
@@ -128,7 +129,7 @@ def run_folders(output: Path) -> Iterator[Path]:
         for entry in entries:
             if entry.name.startswith(".") or not entry.name.isprintable():
                 continue
-            if os.path.isfile(os.path.join(entry.path, FILE)):
+            if os.path.isfile(os.path.join(entry.path, RECORD)):
                 yield Path(entry.path)
             elif deep > 1:
                 yield from inside(Path(entry.path), deep - 1)
@@ -138,44 +139,35 @@ def run_folders(output: Path) -> Iterator[Path]:
 
 def row_of(folder: Path, output: Path) -> dict[str, Any]:
     """What a list shows of a run; `is_live` is added."""
-    record, run = read_record(folder) or {}, id_of(folder, output)
-    status, scores, training = (
-        text(record.get("status")) or "unknown",
-        mapping(record.get("scores")),
-        mapping(record.get("training")),
-    )
-    total = whole(mapping(record.get("arithmetic")).get("total"))
-    row, validation = newest_row(folder / METRICS)[0], newest_row(folder / VALIDATION)[0]
-    step = max(whole(row.get("step")) or 0, whole(record.get("steps")) or 0)
-    changed = stamp_of(folder / FILE)
+    run = id_of(folder, output)
+    record = Record.read(folder) or Record(folder.name, status="failed")  # it may be deleted meanwhile
+    phase, step, loss = None, record.steps, number(record.training.get("loss_average"))
+    if record.status == "running" and (written := read_progress(folder)) is not None:
+        progress = written.progress
+        phase, step, loss = progress.phase, max(step, progress.step), progress.loss
+    validation = newest_row(folder / VALIDATION)[0]
+    changed = stamp_of(folder / RECORD)
     preview = newest_sample(folder / "samples")
     return {
         "id": run,
-        "name": text(record.get("name")) or folder.name,
+        "name": record.name,
         "folder": str(folder),
-        "status": status,
-        "reason": record.get("reason"),
-        "phase": phase_of(total, row, step) if status == "running" else None,
+        "status": record.status,
+        "reason": record.reason,
+        "phase": phase,
         "step": step,
-        "total": total,
-        "loss": number(row.get("loss")) if status == "running" else number(training.get("loss_average")),
+        "total": record.planned_steps,
+        "loss": loss,
         "val_loss": number(validation.get("loss")),
-        "family": text(mapping(record.get("model")).get("family")) or None,
-        "base": text(mapping(mapping(record.get("config")).get("model")).get("path")) or None,
-        "started": number(record.get("started")),
-        "ended": changed[0] / 1e9 if changed and status != "running" else None,
-        "scores": {name: number(scores.get(name)) for name in ("dataset", "lora")},
-        "outcome": record.get("outcome"),
-        "lora": text(mapping(record.get("files")).get("kohya")) or None,
+        "family": record.model.get("family"),
+        "base": text(record.setting("model.path")) or None,
+        "started": record.started or None,
+        "ended": changed[0] / 1e9 if changed and record.status != "running" else None,
+        "scores": {name: record.scores[name] for name in ("dataset", "lora")},
+        "outcome": record.outcome,
+        "lora": record.files["kohya"],
         "preview": None if preview is None else file_url(run, f"samples/{preview}"),
     }
-
-
-def phase_of(total: int | None, row: Mapping[str, Any], step: int) -> str:
-    """Where a run that trains is, by what it wrote so far."""
-    if total is None:
-        return "checking"
-    return "caching" if not row and not step else "training" if step < total else "validating"
 
 
 def newest_sample(folder: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.report.record import FILE
+from lora_trainer.run_folder.record import RECORD
 from lora_trainer.web.children import Children
 from lora_trainer.web.run_list import RunList, path_of
 
@@ -34,7 +34,7 @@ class RunRows:
         found = []
         for child in reversed(self.children.all()):
             folder = path_of(child.name, self.output)
-            if child.command == "work" or folder is None or (folder / FILE).is_file():
+            if child.command == "work" or folder is None or (folder / RECORD).is_file():
                 continue
             is_live = child.is_alive
             row = {"id": child.name, "name": folder.name, "is_live": is_live, "step": 0, "has_record": False}

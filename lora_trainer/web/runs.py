@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,10 @@ from lora_trainer.core.io import read_json
 from lora_trainer.jobs.job_store import JobStore, holds_batch
 from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.report.prometheus import newest_row
-from lora_trainer.report.read import images_in, keeps_state, mapping, number, read_run, settings_of, text
-from lora_trainer.report.record import BEFORE_AFTER, read_record
-from lora_trainer.run.folder import holder_of, take_free_lock
+from lora_trainer.report.read import images_in, number, read_run, settings_of
+from lora_trainer.run_folder.alive import is_alive, live_progress
+from lora_trainer.run_folder.lock import take_free_lock
+from lora_trainer.run_folder.record import BEFORE_AFTER, Record
 from lora_trainer.training.requests import FOLDER as REQUESTS
 from lora_trainer.training.requests import KINDS, write_request
 from lora_trainer.web.children import read_end, stop_process
@@ -70,18 +72,19 @@ def show_run(run: str, state: State) -> Response:
     if starting:
         may = ["stop"] if starting[0]["is_live"] else ["delete"]
         return JSON({**starting[0], **asked, "progress": None, "may": may})
-    record, row = read_record(folder) or {}, state.runs.row(folder)
-    resumes = keeps_state(record) and (folder / "config.toml").is_file()
+    record, row = Record.read(folder) or Record(folder.name, status="failed"), state.runs.row(folder)
+    resumes = record.keeps_state and (folder / "config.toml").is_file()
     # After its last step its LoRA is exported and scored: nothing reads requests.
-    trains = [] if record.get("training") or row["phase"] == "validating" else KINDS
+    is_trained = bool(record.training) or (row["total"] is not None and row["step"] >= row["total"])
+    trains = [] if is_trained else KINDS
     may = ["stop", *trains] if row["is_live"] else [*(["resume"] if resumes else []), "delete"]
     own = {"id": run, "folder": str(folder), "is_live": row["is_live"], "may": may, "preview": row["preview"]}
-    lora = text(mapping(record.get("files")).get("kohya"))
+    lora = record.files["kohya"]
     own["lora_url"] = file_url(run, lora) if lora and (folder / lora).is_file() else None
     if state.run_rows.is_starting_again(row):
         own |= {"status": "starting", "is_live": True, "may": ["stop"]}
     own["start_error"] = None if row["is_live"] else failed_start(state, run, row["ended"] or 0.0)
-    return JSON({**record, "name": row["name"], **own, **asked, "progress": progress_of(folder, row)})
+    return JSON({**asdict(record), "name": row["name"], **own, **asked, "progress": progress_of(folder, row)})
 
 
 @router.get("/runs/{run}/request")
@@ -172,7 +175,8 @@ def show_log(run: str, state: State, tail: Annotated[int, Query(ge=1, le=MOST_LO
 def show_samples(run: str, state: State) -> Response:
     """Every image that was generated, by step; those without a step are of the end."""
     folder = folder_of(run, state.output)
-    ended = bool(mapping((read_record(folder) or {}).get("files")).get(BEFORE_AFTER))
+    record = Record.read(folder)
+    ended = record is not None and bool(record.files.get(BEFORE_AFTER))
     rows = [
         {
             "step": image.step,
@@ -196,8 +200,8 @@ def show_verdict(run: str, state: State) -> Response:
 @router.get("/runs/{run}/settings")
 def show_settings(run: str, state: State) -> Response:
     """Every setting with its value, where that came from, and whether it may change when the run is resumed."""
-    record = read_record(folder_of(run, state.output)) or {}
-    values, types, rows = mapping(record.get("config")), section_types(), []
+    folder = folder_of(run, state.output)
+    record, types, rows = Record.read(folder) or Record(folder.name), section_types(), []
     for row in settings_of(record):
         section, _, key = row.name.partition(".")
         field = types[section].model_fields.get(key) if section in types else None
@@ -205,7 +209,7 @@ def show_settings(run: str, state: State) -> Response:
         rows.append(
             {
                 "name": row.name,
-                "value": mapping(values.get(section)).get(key),
+                "value": record.setting(row.name),
                 "shown": row.value,
                 "origin": row.origin,
                 "is_chosen": row.chosen,
@@ -242,10 +246,10 @@ def stop_run(run: str, state: State) -> Response:
     child = state.children.of(run)
     if child is not None and (run in starting or state.run_rows.is_starting_again(state.runs.row(folder))):
         child.stop()
-    elif state.runs.row(folder)["status"] != "running" or (holder := holder_of(folder)) is None:
+    elif state.runs.row(folder)["status"] != "running" or (live := live_progress(folder)) is None:
         raise Refusal(409, Problem("not_running", f"{folder.name} does not run.", "There is nothing to stop."))
-    elif holder.is_of_this_machine:
-        stop_process(holder.process, holder.started)
+    elif live.is_of_this_machine:
+        stop_process(live.pid, live.start)
     else:
         raise Refusal(
             409, Problem("on_other_machine", f"{folder.name} is trained on another machine.", "Stop it there.")
@@ -268,9 +272,10 @@ def cancel_job(folder: Path) -> bool:
 def request_of_run(run: str, request: SentRequest, state: State) -> Response:
     """Leave a file for the trainer, which reads it between two steps: save, generate images, or use other prompts."""
     folder = folder_of(run, state.output)
-    if holder_of(folder) is None:
+    if not is_alive(folder):
         raise Refusal(409, Problem("not_running", f"{folder.name} does not run.", "Resume it first."))
-    if (read_record(folder) or {}).get("training"):
+    record = Record.read(folder)
+    if record is not None and record.training:
         raise Refusal(409, Problem("run_not_training", f"{folder.name} does not train any more.", "Wait for its end."))
     waiting = sum(1 for _ in (folder / REQUESTS).glob("*.json"))
     if waiting >= MOST_REQUESTS:
@@ -290,10 +295,10 @@ def delete_run(run: str, state: State) -> Response:
         state.request_file(run).unlink(missing_ok=True)
         return JSON({"moved_to": None})
     folder = folder_of(run, state.output)
-    if holder_of(folder) is not None:
+    if is_alive(folder):
         raise Refusal(409, Problem("already_running", f"{folder.name} runs.", "Stop it first."))
     try:
-        # The note of a run that trains may be missing, on a full disk, or old, by another machine's clock.
+        # The sign of life of a run that trains may be missing, on a full disk, or old, by another machine's clock.
         take_free_lock(folder, "Stop it first.").release()
     except UsageError as error:
         raise Refusal(409, error.problems) from error

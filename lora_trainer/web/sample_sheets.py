@@ -16,7 +16,7 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.report.read import mapping, sequence
-from lora_trainer.report.record import read_record
+from lora_trainer.run_folder.record import Record
 from lora_trainer.web.asked_settings import Text, refuse_outside
 from lora_trainer.web.lora_tools import name_of_model, named_model
 from lora_trainer.web.run_list import folder_of
@@ -107,7 +107,8 @@ def own_model(row: Mapping[str, Any], state: ServerState) -> str | None:
     Raises Refusal where that may not be read."""
     model: Mapping[str, Any] = {}
     if row["run"] is not None:
-        model = mapping(mapping((read_record(folder_of(row["run"], state.output)) or {}).get("config")).get("model"))
+        record = Record.read(folder_of(row["run"], state.output))
+        model = {} if record is None else record.section("model")
         problems = list[Problem]()
         refuse_outside(
             [{"model": {key: value for key, value in model.items() if value is not None}}], state.roots, problems

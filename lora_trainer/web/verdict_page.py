@@ -10,9 +10,9 @@ from lora_trainer.core.io import finite
 from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.gallery import ShownGroup, StepSheet, candidates_sheet, evidence_of, pairs_of, sheet_of
-from lora_trainer.report.read import RunReport, Score, mapping, number, text
-from lora_trainer.report.record import FILE, step_files
+from lora_trainer.report.read import RunReport, Score, mapping, number
 from lora_trainer.report.verdict_parts import verdict_parts
+from lora_trainer.run_folder.record import RECORD, step_files
 from lora_trainer.web.run_list import file_url
 
 MOST_LISTED = 200  # images of one kind of finding
@@ -24,16 +24,16 @@ def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
     def url(path: Path | None) -> str | None:
         return None if path is None else file_url(identity, path.relative_to(run.folder).as_posix())
 
-    lora, verdict = run.part("lora"), verdict_of(run)
-    named = {name: kind for kind, each in mapping(run.record.get("files")).items() if (name := text(each))}
-    files = [(kind, run.folder / name) for name, kind in named.items() if name != FILE]
+    lora, verdict = run.record.lora, verdict_of(run)
+    named = {name: kind for kind, name in run.record.files.items() if name}
+    files = [(kind, run.folder / name) for name, kind in named.items() if name != RECORD]
     pairs = pairs_of([image for image in run.images if image.step is None])
     samples = [ShownGroup("before_after", "Without and with the LoRA", "", tuple(pairs))] if pairs else []
     found = {
         "id": identity,
         "name": run.name,
         "status": run.status,
-        "outcome": run.record.get("outcome"),
+        "outcome": run.record.outcome,
         **asdict(verdict),
         "lora": score_document(run.lora),
         "dataset": score_document(run.dataset),
@@ -68,7 +68,7 @@ def verdict_document(run: RunReport, identity: str) -> dict[str, Any]:
             if isinstance(sheet, StepSheet)
         },
         "compared": [{**asdict(row), "is_advised": row.is_advised} for row in compared_rows(run)],
-        "released": dict(run.part("released")),
+        "released": run.record.released,
         "checkpoints": checkpoints_of(run, identity),
         "numbers": dict(mapping(lora.get("numbers"))),
         "cost": dict(mapping(lora.get("cost"))),
@@ -92,7 +92,7 @@ def checkpoints_of(run: RunReport, identity: str) -> list[dict[str, Any]]:
     ends = {path: path.stem.rpartition("-")[2] for path in step_files(run.folder)}
     exported = {int(step): path for path, step in ends.items() if step.isdecimal()}
     kept = {int(step) for name in run.checkpoints if (step := name.partition("-")[2]).isdecimal()}
-    released = number(run.part("released").get("step"))
+    released = number(run.record.released.get("step"))
     return [
         {
             "step": step,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("disk.c")
 PATH, NAMES, NAME = 320, 8192, 96  # as in disk.c
+HALF = -1  # as in disk.c: of what is written to progress.json, half is there, and nothing says so
 
 
 class Mode(IntEnum):
@@ -36,15 +37,19 @@ class Page(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_long)
-            for name in ("armed", "at", "mode", "number", "count", "fired", "steps", "full", "happened")
+            for name in ("armed", "at", "mode", "number", "progress", "count", "fired", "steps", "full", "happened")
         ),
         ("root", ctypes.c_char * PATH),
         ("names", ctypes.c_char * NAME * NAMES),
     )
 
-    def arm(self, root: Path, at: int, mode: Mode, number: int = 0) -> None:
-        """Begin to count below `root`; the operation numbered `at` (from 0) fails as `mode` says."""
+    def arm(self, root: Path, at: int, mode: Mode, number: int = 0, progress: int = 0) -> None:
+        """Begin to count below `root`; the operation numbered `at` (from 0) fails as `mode` says.
+
+        `progress` is the error number with which progress.json cannot be written, or HALF; 0 lets it be written.
+        """
         self.root, self.at, self.mode, self.number = os.fsencode(root), at, int(mode), number
+        self.progress = progress
         self.count = self.fired = self.steps = self.full = self.happened = 0
         self.armed = 1
 

@@ -125,7 +125,15 @@ class Forks:
         """
         out = self.output_of(place)
         start = out.stat().st_size if out.exists() else 0
-        usual = {"number": 0, "trouble": None, "seconds": 60.0, "phase": None, "delay": 0.0, "brief": False}
+        usual = {
+            "number": 0,
+            "trouble": None,
+            "seconds": 60.0,
+            "phase": None,
+            "delay": 0.0,
+            "brief": False,
+            "progress": 0,
+        }
         places = {"root": str(place), "user": str(place / "user"), "out": str(out)}
         answer = self.ask({"arguments": list(words), "at": at, "mode": int(mode), **places, **usual, **more})
         output = out.read_text("utf-8", errors="replace")[start:]
@@ -184,10 +192,11 @@ class Ground(Forks):
         phase: str | None = None,
         delay: float = 0.0,
         brief: bool = False,
+        progress: int = 0,
         command: str = "train",
         **settings: object,
     ) -> Ended:
         """Train in a forked child, as `run_command` does."""
         words = self.arguments(place, *extra, command=command, **settings)
         more = {"number": number, "trouble": trouble, "seconds": seconds, "phase": phase, "delay": delay}
-        return self.run_command(place, words, at=at, mode=mode, brief=brief, **more)
+        return self.run_command(place, words, at=at, mode=mode, brief=brief, progress=progress, **more)

@@ -16,7 +16,7 @@ from pathlib import Path
 from lora_trainer.jobs.job_state import Ending, NewJob, QueuedJob
 from lora_trainer.jobs.job_store import JobStore, holds_batch
 from lora_trainer.jobs.summary import write_summary
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.faults.disk import Mode, Page, loaded_page
 
 MODES = (Mode.KILL, Mode.TORN, Mode.CUT, Mode.FAIL, Mode.FULL, Mode.LOCKED)

@@ -12,7 +12,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from lora_trainer.monitor.trackers import EVENTS
-from lora_trainer.run.folder import LOCK
+from lora_trainer.run_folder.lock import LOCK
 from tests.faults.disk import Mode
 from tests.faults.ground import EVERY, STEPS, Ground
 from tests.faults.test_disk import places

@@ -15,6 +15,7 @@ from transformers import CLIPTextModel
 
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run import flow
+from lora_trainer.run_folder import progress
 from tests.faults.disk import Page
 from tests.recipes.recipe import delete_under_a_run
 
@@ -146,6 +147,11 @@ def vanish(folder: str, step: int) -> None:
     after_step(step, lambda: delete_under_a_run(Path(folder)))
 
 
+def beat_often() -> None:
+    """A run of half a second writes its progress more than once."""
+    progress.BEAT_SECONDS = 0.002
+
+
 TROUBLES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, signalled, vanish)
+    each.__name__: each for each in (die_before_release, out_of_memory, not_finite, signalled, vanish, beat_often)
 }

@@ -82,7 +82,7 @@ def child(request: dict[str, Any], page: Page) -> None:
             report_to(page)
             name, *args = request["trouble"]
             TROUBLES[name](*args)
-        page.arm(Path(request["root"]), request["at"], Mode(request["mode"]), request["number"])
+        page.arm(Path(request["root"]), request["at"], Mode(request["mode"]), request["number"], request["progress"])
         code = main(request["arguments"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1

@@ -20,7 +20,7 @@ from lora_trainer.core.version import __version__
 from lora_trainer.jobs import job_state, job_store, worker
 from lora_trainer.jobs.job_state import SEVERAL_MACHINES, Ending, NewJob
 from lora_trainer.jobs.job_store import JobStore
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.jobs.childs_work import claim_and_hang, take_all
 from tests.recipes.recipe import contents
 

@@ -16,7 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.jobs import job_state, job_store
 from lora_trainer.jobs.job_state import Ending, NewJob, QueuedJob
 from lora_trainer.jobs.job_store import JobStore
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.recipes.recipe import patched
 
 NewStore = Callable[..., JobStore]

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lora_trainer.run.folder import locked
+from tests.at_work import at_work
 from tests.page.browser import PATIENCE, browsing
 from tests.web.site import write_run
 from tests.web.test_serve import served
@@ -84,7 +84,7 @@ def test_no_page_has_a_barrier(runs: Path, size: str) -> None:
     write_run(runs / "cat", outcome="passed")
     live = write_run(runs / "now", status="running", arithmetic={"total": 90})
     with (
-        locked(live),
+        at_work(live),
         served("--output", str(runs)) as (address, _, _),
         browsing(address, size) as browser,
     ):

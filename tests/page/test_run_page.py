@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lora_trainer.run.folder import locked
+from lora_trainer.run_folder.progress import Progress
+from tests.at_work import at_work
 from tests.page.browser import PATIENCE, browsing
 from tests.web.site import write_lines, write_run
 from tests.web.test_serve import served
@@ -53,7 +54,7 @@ def test_a_run_is_resumed_with_a_changed_choice(tmp_path: Path) -> None:
 def test_a_refused_request_keeps_its_dialog_open(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "now", status="running", arithmetic={"total": 90})
     with (
-        locked(folder),
+        at_work(folder),
         served("--output", str(tmp_path)) as (address, _, _),
         browsing(address, "wide") as browser,
     ):
@@ -73,7 +74,7 @@ def test_a_refused_request_keeps_its_dialog_open(tmp_path: Path) -> None:
 def test_curves_of_a_long_run_are_thinned_again_while_news_come(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "now", status="running", steps=3000, arithmetic={"total": 9000})
     with (
-        locked(folder),
+        at_work(folder, Progress("training", 3000, 9000)) as progress,
         served("--output", str(tmp_path)) as (address, _, _),
         browsing(address, "wide") as browser,
     ):
@@ -83,6 +84,7 @@ def test_curves_of_a_long_run_are_thinned_again_while_news_come(tmp_path: Path) 
             rows = [{"step": step, "loss": 0.1, "seconds": 0.1} for step in range(first, first + 300)]
             with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
+            progress.show(Progress("training", first + 299, 9000))
             browser.wait_for(f"step\n{first + 299:,} of 9,000")
         fetched = lambda: sum("/metrics" in each for each in browser.loaded())  # noqa: E731
         browser.until(lambda: fetched() == 2, "the server thins all of them")

@@ -18,7 +18,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.run import caching, room
 from lora_trainer.run import train as run_module
-from lora_trainer.run.folder import LOCK
+from lora_trainer.run_folder.lock import LOCK
 from tests.recipes.recipe import Bench, contents, draw_images, patched, record, rows
 
 

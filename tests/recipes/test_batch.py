@@ -26,6 +26,7 @@ from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.models import FAMILIES, kept
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run.train import RunResult
+from lora_trainer.run_folder.record import Record
 from lora_trainer.training import fallbacks
 from tests.recipes.recipe import QUICK, contents, draw_images, exported, patched, record, rows, save_tiny_model
 
@@ -418,7 +419,7 @@ def quick_training(seen: list[Config], code: int = 0) -> Callable[[Any], RunResu
         seen.append(order.config)
         order.folder.mkdir(exist_ok=True)
         write_json(order.folder / "run.json", {"status": "done", "scores": {"dataset": 1.0, "lora": 1.0}})
-        return RunResult(order.folder, {"scores": {"dataset": 1.0, "lora": 1.0}, "reason": None}, code)
+        return RunResult(order.folder, Record(order.folder.name, scores={"dataset": 1.0, "lora": 1.0}), code)
 
     return train
 

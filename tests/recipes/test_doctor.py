@@ -16,7 +16,8 @@ from lora_trainer.cli.main import main
 from lora_trainer.doctor.during import during_lines
 from lora_trainer.doctor.run_facts import read_run_facts
 from lora_trainer.monitor.idle import IdleSetup, fix_of
-from lora_trainer.run.folder import locked
+from lora_trainer.run_folder.progress import Progress
+from tests.at_work import at_work
 from tests.doctor.planted import HEALTHY, REAL, SAMPLE
 from tests.recipes.recipe import Bench, record
 
@@ -99,25 +100,24 @@ def test_a_failed_run_names_its_reason_and_the_command_that_continues(
 
 
 def test_a_run_that_trains(cat: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its lock is held; the process is found by it, and events are reported."""
+    """Its process and its step are read, and events are reported."""
     change(cat, status="running")
     event = {"step": 5, "kind": "starved", "message": "steps wait 12.0% of their time for data"}
     (cat / "events.jsonl").write_text(json.dumps(event) + "\n", encoding="utf-8")
-    with locked(cat):
+    with at_work(cat, Progress("training", 6, 6, loss=0.5)):
         code, lines = of_the_run(capsys, cat)
     text = "\n".join(lines)
     assert lines[0] == "During the run"
     assert "ok      progress: step 6 of 6 (100%), loss " in text
     assert "warning event starved: 1 event, the last at step 5: steps wait 12.0%" in text
-    if Path("/proc/locks").is_file():
-        assert f"ok      process: {os.getpid()}" in text
+    assert f"ok      process: {os.getpid()}" in text
     assert "ok      disk: " in text
     assert "ok      sign of life: " in text
     assert code in (0, 2), "the machine's own lines decide"
 
 
 def test_a_run_that_is_in_trouble(cat: Path) -> None:
-    """No file for an hour, a loss that is no number, a slow disk, and a GPU that idles."""
+    """No progress for an hour, a loss that is no number, a slow disk, and a GPU that idles."""
     hour = time.time() - 3600
     rows = [json.loads(line) for line in (cat / "metrics.jsonl").read_text("utf-8").splitlines()]
     slow = [{**row, "seconds": 1.0, "data_seconds": 0.5} for row in rows]
@@ -128,11 +128,13 @@ def test_a_run_that_is_in_trouble(cat: Path) -> None:
     (cat / "system.jsonl").write_text("".join(json.dumps(row) + "\n" for row in system), encoding="utf-8")
     (cat / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slow), encoding="utf-8")
     change(cat, status="running", hardware={"device": "cuda:0"})
-    for path in sorted(cat.rglob("*"), reverse=True):
-        os.utime(path, (hour, hour))
-    with locked(cat):
-        other = replace(SAMPLE, utilization=1.0)  # the first GPU of the machine, which is not the run's
-        found = {line.name: line for line in during_lines(read_run_facts(cat), replace(HEALTHY, sample=other))}
+    with at_work(cat):
+        written = json.loads((cat / "progress.json").read_text("utf-8"))
+    (cat / "progress.json").write_text(json.dumps(written | {"reported": hour}), encoding="utf-8")
+    other = replace(SAMPLE, utilization=1.0)  # the first GPU of the machine, which is not the run's
+    run = read_run_facts(cat)
+    assert run.live is not None
+    found = {line.name: line for line in during_lines(run, run.live, replace(HEALTHY, sample=other))}
     assert {name for name, line in found.items() if line.level == "warning"} >= {
         "sign of life",
         "progress",

@@ -15,9 +15,10 @@ import pytest
 from lora_trainer.core import disk
 from lora_trainer.core.io import write_json
 from lora_trainer.jobs import job_state, job_store, live_table, worker
-from lora_trainer.monitor.progress import Progress
 from lora_trainer.run.order import Order
 from lora_trainer.run.train import RunResult
+from lora_trainer.run_folder.progress import Progress
+from lora_trainer.run_folder.record import Record
 from tests.recipes.recipe import patched
 from tests.recipes.test_batch import Night, make_root
 from tests.recipes.test_full_disk import BALLAST, fill_up, in_pauses, small_disk
@@ -53,7 +54,7 @@ def quick_job(happens: Callable[[str], None]) -> Callable[..., RunResult]:
             watch(Progress("training", step, 3))
             console.print(f"step {step}")
         threading.Event().wait(0.3)  # the threads poll meanwhile
-        return RunResult(folder, {"scores": {"dataset": 1.0, "lora": 1.0}}, 0)
+        return RunResult(folder, Record(folder.name, scores={"dataset": 1.0, "lora": 1.0}), 0)
 
     return train
 

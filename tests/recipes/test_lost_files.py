@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.read import read_run
 from lora_trainer.run.lost_files import lost_loras
+from lora_trainer.run_folder.record import Record
 from lora_trainer.web.run_list import RunList
 from tests.recipes.recipe import Bench, exported, record
 
@@ -21,6 +23,12 @@ def trained(finished: Bench, bench: Bench) -> Bench:
     """A finished run of the test's own."""
     shutil.copytree(finished.output, bench.output)
     return bench
+
+
+def read(folder: Path) -> Record:
+    record = Record.read(folder)
+    assert record is not None
+    return record
 
 
 def again(bench: Bench, *extra: str, **more: object) -> int:
@@ -46,11 +54,11 @@ def damage(bench: Bench, name: str, how: str) -> None:
 def test_a_lost_lora_is_exported_again(trained, finished, kind, how):
     folder = trained.folder("first")
     damage(trained, KINDS[kind].format("first"), how)
-    assert list(lost_loras(folder, record(folder))) == [KINDS[kind].format("first")]
+    assert list(lost_loras(folder, read(folder))) == [KINDS[kind].format("first")]
     assert again(trained, gates__lora_check="off") == 0
     assert exported(folder) == exported(finished.folder("first"))
-    found = record(folder)
-    assert (found["status"], found["steps"]) == ("done", 6)
+    found = read(folder)
+    assert (found.status, found.steps) == ("done", 6)
     assert lost_loras(folder, found) == {}
 
 

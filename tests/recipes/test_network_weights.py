@@ -17,7 +17,7 @@ from lora_trainer.core.grid import image_name
 from lora_trainer.export.weights import LoraPair
 from lora_trainer.models.base_loras import add_frozen
 from lora_trainer.models.lora_names import read_lora
-from lora_trainer.report.record import BEFORE_AFTER
+from lora_trainer.run_folder.record import BEFORE_AFTER
 from lora_trainer.training.network_weights import start_from_file
 from tests.recipes.recipe import Bench, losses, tensor_bytes
 

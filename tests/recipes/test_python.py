@@ -9,7 +9,7 @@ import pytest
 from lora_trainer import ProductionTrainer
 from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import DatasetRefused, LoraRefused, UsageError
-from lora_trainer.monitor.progress import Progress
+from lora_trainer.run_folder.progress import Progress
 from tests.conftest import needs_links
 from tests.recipes.recipe import QUICK, Bench, draw_images, exported, record
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lora_trainer.cli.main import main
+from lora_trainer.core.io import read_json
 from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.monitor.trackers import Trackers
+from lora_trainer.run_folder.record import Record
 from tests.recipes.recipe import Bench, draw_images, patched, record
 from tests.recipes.test_bad_input import nan_at
 from tests.recipes.test_resume import at_step
@@ -346,3 +349,13 @@ def test_folders_without_a_run_are_all_named(tmp_path: Path, capsys) -> None:
     output = capsys.readouterr().err
     assert str(tmp_path / "a") in output
     assert str(tmp_path / "b") in output
+
+
+def test_the_record_of_a_run_is_read_as_it_was_written(finished: Bench) -> None:
+    folder = finished.folder("first")
+    record = Record.read(folder)
+    assert record is not None
+    assert record.is_finished
+    assert (record.planned_steps, record.steps) == (6, 6)
+    assert record.setting("train.max_steps") == 6
+    assert json.loads(json.dumps(asdict(record))) == read_json(folder / "run.json")

@@ -17,10 +17,10 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.config.toml import parse_value
 from lora_trainer.core.errors import UsageError
-from lora_trainer.monitor.progress import Progress
-from lora_trainer.run.folder import locked
 from lora_trainer.run.requesting import send_request
 from lora_trainer.run.trainer import ProductionTrainer
+from lora_trainer.run_folder.progress import Progress
+from tests.at_work import at_work
 from tests.recipes.recipe import QUICK, Bench, exported, record, rows
 from tests.recipes.test_processes import WITHOUT_GPUS, launch
 
@@ -118,7 +118,7 @@ def training_in(folder: Path, **values: object) -> Iterator[Path]:
     """A run that trains in another process, as its files tell."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"status": "running", "training": {}} | values), encoding="utf-8")
-    with locked(folder):
+    with at_work(folder):
         yield folder
 
 

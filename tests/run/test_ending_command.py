@@ -20,6 +20,7 @@ from lora_trainer.core.io import write_json
 from lora_trainer.run.ending_command import LOG, then_command
 from lora_trainer.run.order import Order, plain_console
 from lora_trainer.run.settings import settle
+from lora_trainer.run_folder.record import Record
 
 DUMP = "import json, os; print('ä'); json.dump(dict(os.environ), open(os.environ['LORA_TRAINER_RUN'] + '.env', 'w'))"
 DUMP_AT_END = shlex.join([sys.executable, "-c", DUMP])
@@ -31,9 +32,10 @@ def order_in(folder: Path, **settings: Any) -> Order:
     return Order(resolved, folder / "cat", plain_console())
 
 
-def ended(order: Order, record: dict[str, Any]) -> dict[str, str] | None:
-    """What the command saw after a run that wrote this record; None where none ran."""
-    write_json(order.folder / "run.json", record)
+def ended(order: Order, **values: Any) -> dict[str, str] | None:
+    """What the command saw after a run that wrote a record with these values; None where none ran."""
+    record = Record("cat", **values)
+    record.write(order.folder)
     with then_command(order) as end:
         end(record)
     return seen(order)
@@ -50,8 +52,7 @@ def seen(order: Order) -> dict[str, str] | None:
 @posix
 def test_the_command_knows_how_the_run_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = order_in(tmp_path, on_finish=DUMP_AT_END)
-    record = {"status": "done", "exit_code": 0, "scores": {"dataset": 1.0, "lora": 0.9312}, "reason": None}
-    facts = ended(order, record)
+    facts = ended(order, status="done", exit_code=0, scores={"dataset": 1.0, "lora": 0.9312})
     assert facts is not None
     expected = {"RUN": str(order.folder), "STATUS": "done", "SCORE": "0.9312", "REASON": "", "EXIT_CODE": "0"}
     assert facts | expected | {"RECORD": str(order.folder / "run.json")} == facts
@@ -62,9 +63,9 @@ def test_the_command_knows_how_the_run_ended(tmp_path: Path, capsys: pytest.Capt
 @posix
 @pytest.mark.parametrize(("status", "code"), [("refused", 4), ("failed", 5), ("stopped", 143)])
 def test_other_ends_run_the_other_command(status: str, code: int, tmp_path: Path) -> None:
-    record = {"status": status, "exit_code": code, "reason": "because", "scores": {"lora": None}}
-    assert ended(order_in(tmp_path, on_finish=DUMP_AT_END), record) is None
-    facts = ended(order_in(tmp_path, on_failure=DUMP_AT_END), record)
+    record = {"status": status, "exit_code": code, "reason": "because"}
+    assert ended(order_in(tmp_path, on_finish=DUMP_AT_END), **record) is None
+    facts = ended(order_in(tmp_path, on_failure=DUMP_AT_END), **record)
     assert facts is not None
     assert (facts["STATUS"], facts["EXIT_CODE"], facts["REASON"], facts["SCORE"]) == (status, str(code), "because", "")
 
@@ -92,11 +93,10 @@ def test_errors_have_the_command_of_their_record(tmp_path: Path) -> None:
 
 @posix
 def test_a_command_that_fails_or_hangs_only_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = {"status": "done", "exit_code": 0}
     hanging = "sh -c 'echo begun; sleep 600 & wait'"
     began = time.monotonic()
     for command in ("false", hanging):
-        assert ended(order_in(tmp_path, on_finish=command, command_seconds=0.5), record) is None
+        assert ended(order_in(tmp_path, on_finish=command, command_seconds=0.5), status="done", exit_code=0) is None
     assert time.monotonic() - began < 300
     output = capsys.readouterr().out
     assert "run.on_finish: exit code 1 after" in output
@@ -106,7 +106,7 @@ def test_a_command_that_fails_or_hangs_only_says_so(tmp_path: Path, capsys: pyte
 
 @posix
 def test_no_shell_reads_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended(order_in(tmp_path, on_finish="echo $HOME; rm x"), {"status": "done", "exit_code": 0})
+    ended(order_in(tmp_path, on_finish="echo $HOME; rm x"), status="done", exit_code=0)
     assert "  $HOME; rm x" in capsys.readouterr().out
 
 

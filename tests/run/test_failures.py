@@ -10,8 +10,8 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed, UsageError
 from lora_trainer.report.failures import cause_of, failures_of
-from lora_trainer.report.record import Record
 from lora_trainer.run.train import ended_by
+from lora_trainer.run_folder.record import Record
 from lora_trainer.training.group import ProcessLost
 from lora_trainer.training.recovery import out_of_memory_error
 

@@ -16,8 +16,8 @@ from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import swappable_blocks, swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
-from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, read_lines
+from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.reporter import Reporter

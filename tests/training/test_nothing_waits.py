@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.data.loader import prefetch
-from lora_trainer.monitor.progress import unwatched
 from lora_trainer.optim import clipping
+from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training.loop import read_steps, training_loop
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.reporter import Reporter

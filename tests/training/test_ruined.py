@@ -13,7 +13,8 @@ import torch
 
 from lora_trainer.config.schema import Config, OptimizerSection, SafeguardsSection
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.monitor.progress import Progress, step_numbers
+from lora_trainer.monitor.progress_line import step_numbers
+from lora_trainer.run_folder.progress import Progress
 from lora_trainer.training.checkpoints import save
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.guard import remedy, with_settings

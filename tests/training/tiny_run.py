@@ -29,7 +29,6 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.toml import parse_value
 from lora_trainer.core.interrupt import Interrupt
 from lora_trainer.core.io import read_json
-from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
@@ -40,6 +39,7 @@ from lora_trainer.run.order import Order, plain_console, run_folder
 from lora_trainer.run.session import checked_start, open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
+from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training import metrics
 from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid

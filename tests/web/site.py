@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from lora_trainer.config.layers import resolve
 from lora_trainer.config.toml import to_toml
 from lora_trainer.core.io import write_json
-from lora_trainer.report.record import Record
+from lora_trainer.run_folder.record import Record
 from lora_trainer.web.app import make_app
 from lora_trainer.web.safety import Token
 from lora_trainer.web.server_state import ServerOptions

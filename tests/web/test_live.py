@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.run.folder import locked
+from lora_trainer.run_folder.progress import Progress, ProgressFile
 from lora_trainer.web import live, run_list
 from lora_trainer.web.live import Watcher
 from lora_trainer.web.run_columns import Tail
 from lora_trainer.web.run_list import process_start
 from lora_trainer.web.server_state import ServerOptions, ServerState
+from tests.at_work import at_work, write_now
 from tests.web.site import write_run
 
 
@@ -28,11 +29,17 @@ def state(tmp_path: Path) -> ServerState:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Path]:
-    """A run that this process trains: it holds its lock."""
+def progress_file(tmp_path: Path) -> Iterator[ProgressFile]:
+    """Of a run that this process trains."""
     folder = write_run(tmp_path / "now", status="running", steps=3, arithmetic={"total": 9})
-    with locked(folder):
-        yield folder
+    with at_work(folder, Progress("training", 3, 9)) as file:
+        yield file
+
+
+@pytest.fixture
+def running(progress_file: ProgressFile, tmp_path: Path) -> Path:
+    """The folder of the run that this process trains."""
+    return tmp_path / "now"
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -44,13 +51,16 @@ def without_machine(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in found if "machine" not in each]
 
 
-def test_a_run_that_trains_is_followed_row_by_row(state: ServerState, running: Path) -> None:
+def test_a_run_that_trains_is_followed_row_by_row(
+    state: ServerState, running: Path, progress_file: ProgressFile
+) -> None:
     watcher = state.watcher
     assert without_machine(watcher.look()) == []  # pages ask for what is there by themselves
     assert without_machine(watcher.look()) == []
     row = {"step": 4, "loss": 0.5}
     append(running / "metrics.jsonl", row)
     append(running / "events.jsonl", {"step": 4, "kind": "disk", "message": "full"})
+    write_now(progress_file, Progress("training", 4, 9, loss=0.5))
     changed, news = without_machine(watcher.look())
     assert [(each["id"], each["step"], each["loss"]) for each in changed["runs"]] == [("now", 4, 0.5)]
     assert changed["removed"] == []
@@ -119,7 +129,7 @@ def test_an_idle_look_reads_no_file(state: ServerState, monkeypatch: pytest.Monk
     """And what is kept does not grow."""
     state.watcher.look()
     read: list[Path] = []
-    monkeypatch.setattr(run_list, "read_record", lambda folder: read.append(folder))
+    monkeypatch.setattr(run_list, "row_of", lambda folder, output: read.append(folder))
     monkeypatch.setattr(Tail, "read", lambda self: read.append(self.path))
     for _ in range(50):
         assert without_machine(state.watcher.look()) == []

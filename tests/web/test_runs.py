@@ -13,23 +13,16 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from lora_trainer.report import record as records
-from lora_trainer.run.folder import holder_of, take_free_lock
+from lora_trainer.core.io import read_json, write_json
+from lora_trainer.run_folder.alive import is_alive, live_progress
+from lora_trainer.run_folder.lock import take_free_lock
 from lora_trainer.web import run_list
 from lora_trainer.web.run_columns import Columns, thinned
 from lora_trainer.web.run_list import RunList, folder_of, id_of
 from lora_trainer.web.safety import Refusal
+from tests.at_work import AT_WORK
 from tests.conftest import needs_links
 from tests.web.site import site, write_lines, write_run
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from lora_trainer.run.folder import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -200,11 +193,11 @@ def test_a_deleted_run_is_in_the_trash(client: TestClient, tmp_path: Path) -> No
     assert client.get("/api/runs/cat").status_code == 404
 
 
-def test_a_locked_run_is_not_deleted_whatever_its_note_says(client: TestClient, tmp_path: Path) -> None:
-    """The note is missing where the disk is full, and looks old by another machine's clock."""
+def test_a_locked_run_is_not_deleted_whatever_its_progress_says(client: TestClient, tmp_path: Path) -> None:
+    """`progress.json` is missing where the disk is full, and looks old by another machine's clock."""
     lock = take_free_lock(tmp_path / "cat")
     try:
-        assert holder_of(tmp_path / "cat") is None
+        assert not is_alive(tmp_path / "cat")
         assert client.delete("/api/runs/cat").status_code == 409
         assert (tmp_path / "cat" / "run.json").is_file()
     finally:
@@ -213,16 +206,16 @@ def test_a_locked_run_is_not_deleted_whatever_its_note_says(client: TestClient, 
     assert not (tmp_path / "cat").exists()
 
 
-def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_path: Path) -> None:
+def test_a_process_at_work_makes_a_run_live(client: TestClient, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "now", status="running", started=3000.0, arithmetic={"total": 90})
     assert get(client, "/api/runs")["runs"][0]["is_live"] is False  # it was killed
     assert get(client, "/api/runs?is_live=true") == {"runs": [], "count": 0}
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", AT_WORK, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        assert (holder := holder_of(folder)) is not None
-        assert holder.process == process.pid
+        assert process.stdout.readline() == "at work\n"
+        assert (live := live_progress(folder)) is not None
+        assert live.pid == process.pid
         server = site(tmp_path)
         assert [row["id"] for row in get(server, "/api/runs?is_live=true")["runs"]] == ["now"]
         assert get(server, "/api/runs/now")["may"] == ["stop", "save", "sample", "prompts"]
@@ -237,7 +230,7 @@ def test_a_process_that_holds_the_lock_makes_a_run_live(client: TestClient, tmp_
         (folder / "requests" / "2.json").rename(folder / "requests" / "done" / "2.json")  # answered
         assert server.post("/api/runs/now/requests", json={"do": "save"}).json()["number"] == 3
         assert json.loads((folder / "requests" / "3.json").read_text("utf-8")) == {"do": "save"}
-        (folder / "metrics.jsonl").write_text('{"step": 90, "loss": 1.0}\n', encoding="utf-8")
+        write_json(folder / "run.json", {**read_json(folder / "run.json"), "training": {"step": 90}})
         assert get(server, "/api/runs/now")["may"] == ["stop"]  # its LoRA is checked: nothing reads requests
         assert server.post("/api/runs/now/stop").status_code == 200
         assert process.wait(300) == -15
@@ -254,12 +247,13 @@ def test_a_thousand_runs_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / f"run-{number}").mkdir()
         (tmp_path / f"run-{number}" / "run.json").write_bytes(document)
     read: list[Path] = []
+    make_row = run_list.row_of
 
-    def read_record(folder: Path) -> dict[str, Any] | None:
+    def row_of(folder: Path, output: Path) -> dict[str, Any]:
         read.append(folder)
-        return records.read_record(folder)
+        return make_row(folder, output)
 
-    monkeypatch.setattr(run_list, "read_record", read_record)
+    monkeypatch.setattr(run_list, "row_of", row_of)
     runs = RunList(tmp_path)
     assert len(runs.rows()) == 1000
     assert len(read) == 1000

@@ -38,10 +38,10 @@ from lora_trainer.core.hardware import free_memory, package_versions
 from lora_trainer.core.interrupt import Stopped
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.core.io import write_json
-from lora_trainer.monitor.progress import unwatched
 from lora_trainer.monitor.trackers import VALIDATION, read_lines
 from lora_trainer.run.order import make_order, plain_console
 from lora_trainer.run.train import train
+from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training.processes import join_processes
 
 BENCH = "adapters"

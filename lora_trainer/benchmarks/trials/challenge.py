@@ -34,11 +34,11 @@ from lora_trainer.core.gpu_rates import GPU_TFLOPS
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB
 from lora_trainer.models.published import public_architecture
 from lora_trainer.monitor.trackers import METRICS, read_lines
-from lora_trainer.report.record import read_record
 from lora_trainer.run.order import make_order, plain_console
 from lora_trainer.run.plans.plan import make_plan
 from lora_trainer.run.settings import settle
 from lora_trainer.run.train import train
+from lora_trainer.run_folder.record import Record
 
 DEMO_PRESET = "12gb"  # of the built-in run, where no preset is named
 STEP_ROW_SECONDS = 600.0
@@ -233,25 +233,23 @@ def production_run(asked: RequestedMeasure) -> list[ChallengeRow]:
         order = make_order(resolved, enforce_gates=True, console=plain_console(stderr=True))
         with suppress(LoraRefused):  # its score is in the record too
             train(order)
-        record, steps = read_record(order.folder) or {}, read_lines(order.folder / METRICS)
+        record, steps = Record.read(order.folder) or Record(order.folder.name), read_lines(order.folder / METRICS)
     times = [float(step["seconds"]) for step in steps]
     low, high = tenths(times) if len(times) > 1 else (None, None)
     median = statistics.median(times) if times else None
-    memory, model = record.get("memory") or {}, config.model.path or "built-in base model"
+    memory, model = record.memory, config.model.path or "built-in base model"
     held = memory["held_gib"] + CONTEXT_GIB if "held_gib" in memory else memory.get("peak_gib")
     aims = MINIATURE if config.model.path is None else FULL
     peak, where = (
         None if held is None else held * GIB / BYTES[aims.unit],
         "of the GPU" if "held_gib" in memory else "of RAM",
     )
-    ended = f"one whole produce on {device_name()} ended as {record.get('status')} after {record.get('steps')} steps"
+    ended = f"one whole produce on {device_name()} ended as {record.status} after {record.steps} steps"
     seconds = {"seconds_median": median, "seconds_p10": low, "seconds_p90": high}
     rows = [
         aimed(f"step, {device_name()}", model, median, MEASURED, ended, aims, **seconds),
         aimed("peak", model, peak, MEASURED, f"{where}; {ended}", aims),
-        aimed(
-            "score", model, (record.get("scores") or {}).get("lora"), MEASURED, f"{ended}; its files are not kept", aims
-        ),
+        aimed("score", model, record.scores["lora"], MEASURED, f"{ended}; its files are not kept", aims),
     ]
     ratios = [row.ratio for row in rows if row.ratio is not None]
     worst = max(ratios) if len(ratios) == len(rows) else None

@@ -70,7 +70,7 @@ export function Run({ id, rest }) {
     ${run.reason && html`<p class="lead">${run.reason}</p>`}
     ${(run.has_record !== false || run.is_live) && html`<section class="card" aria-label="Progress">
       <p class="note">${[run.is_live && progress.phase, run.model?.family, `started ${moment(run.started)}`].filter(Boolean).join(" · ")}</p>
-      ${phase === "validating" ? html`<${Checking} id=${id} />` : html`<${Progress} step=${progress.step ?? 0} total=${progress.total} label="training progress" />`}
+      ${phase === "validating" && progress.step >= progress.total ? html`<${Checking} id=${id} />` : html`<${Progress} step=${progress.step ?? 0} total=${progress.total} label="training progress" />`}
       <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
         ${scores.lora !== null && scores.lora !== undefined && html`<div><dt>LoRA score</dt><dd><a href=${`#/verdict/${encodeURIComponent(id)}`}>${score(scores.lora)}, verdict</a></dd></div>`}
       </dl>

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lora_trainer.monitor.progress import Progress, clock_time, live_line, step_line, step_numbers
+from lora_trainer.monitor.progress_line import clock_time, live_line, step_line, step_numbers
+from lora_trainer.run_folder.progress import Progress
 
 NEWEST = Progress("training", 1234, 30000, loss=0.1673, val_loss=0.3045, lr=1.49e-3, seconds=0.32, memory_gib=0.5)
 

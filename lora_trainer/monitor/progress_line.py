@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
+
+from lora_trainer.run_folder.progress import Progress, Watch, unwatched
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,31 +18,6 @@ if TYPE_CHECKING:
 SUMMARY_EVERY = 10
 BAR_WIDTH = 12
 LEAST_IMPORTANT_FIRST = ("memory", "lr", "val_loss", "speed", "skipped", "loss", "eta")
-Phase = Literal["checking", "caching", "training", "validating", "drawing"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is. `loss` is smoothed, `val_loss` the newest and `best` the lowest validation loss."""
-
-    phase: Phase
-    step: int = 0
-    total: int = 0
-    loss: float | None = None
-    skipped: int = 0  # newest steps in a row that were skipped: `loss` does not include them
-    val_loss: float | None = None
-    val_loss_step: int | None = None  # the step at which it was measured
-    best: float | None = None
-    lr: float = 0.0  # of the newest step
-    seconds: float = 0.0  # per step
-    memory_gib: float = 0.0
-
-
-Watch = Callable[[Progress], None]
-
-
-def unwatched(progress: Progress) -> None:
-    """Do nothing: for a run that only its console shows."""
 
 
 @contextmanager

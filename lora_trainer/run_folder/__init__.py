@@ -1,0 +1,1 @@
+"""The folder of a run: who trains in it, how far the run is, and its record. No torch."""
