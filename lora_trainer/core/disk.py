@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,6 +234,18 @@ def _describe(what: str, place: Path, error: Exception, size: int | None) -> str
         return f"{name} cannot be written to {place} ({os.strerror(number or 0).lower()})."
     needs = f"needs {size_words(size)}" if size is not None else "needs room"
     return f"{name} {needs}, and the disk of {place} has {size_words(free_bytes(place))} free."
+
+
+def disk_time(folder: Path) -> float:
+    """Now, by the clock that gives files in a folder their times: a file server's may differ from this machine's.
+
+    That needs a file that is written there, for a moment. Who may not write there gets this machine's time.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def free_bytes(folder: Path) -> int:

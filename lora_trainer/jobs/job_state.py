@@ -19,6 +19,7 @@ import psutil
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNALED, TRAINING_FAILED
 from lora_trainer.core.hardware import this_machine
+from lora_trainer.run_folder.alive import is_running
 
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it
@@ -193,11 +194,7 @@ def is_dead(holder: str, silence: float, *, on_one_machine: bool = True) -> bool
     host, number, started, machine = json.loads(holder)
     is_same_host = host == socket.gethostname()
     if is_same_host and machine == this_machine():
-        try:
-            process = psutil.Process(number)
-            return bool(abs(process.create_time() - started) > 1.0 or process.status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
+        return not is_running(number, started)
     if is_same_host and on_one_machine:
         return True
     return silence > SILENT_SECONDS

@@ -6,13 +6,11 @@ process that is slow, or of a machine that cannot be reached, may still write. W
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
 from pathlib import Path
 
 import psutil
 
+from lora_trainer.core.disk import disk_time
 from lora_trainer.run_folder.progress import WrittenProgress, read_progress
 
 SILENT_SECONDS = 60.0  # without a beat a process of another machine counts as dead
@@ -20,7 +18,11 @@ SAME_START = 1.0  # seconds between two readings of when one process started
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a process trains in this folder now: on this machine by its number and start, elsewhere by its beat."""
+    """Whether a process trains in this folder now: on this machine by its number and start, elsewhere by its beat.
+
+    Who may not write into the folder compares that beat with its own clock: where the clocks are more than a minute apart,
+    a run may then seem dead, or alive for as much longer.
+    """
     return live_progress(folder) is not None
 
 
@@ -34,6 +36,15 @@ def live_progress(folder: Path) -> WrittenProgress | None:
     return written if disk_time(folder) - written.modified <= SILENT_SECONDS else None
 
 
+def process_start(pid: int) -> float | None:
+    """When a process started, in seconds since 1970; None where none has this number, or it has ended and waits for its parent."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
 def is_running(pid: int, start: float) -> bool:
     """Whether the process of this number that started then still runs: the system uses numbers again."""
     try:
@@ -45,16 +56,3 @@ def is_running(pid: int, start: float) -> bool:
         return True
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return False
-
-
-def disk_time(folder: Path) -> float:
-    """Now, by the clock that gives files in a folder their times: a file server's may differ from this machine's.
-
-    That needs a file that is written there, for a moment. Who may not write there gets this machine's time: where the
-    clocks are more than a minute apart, a run may then seem dead, or alive for as much longer.
-    """
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".clock.", suffix=".part", dir=folder) as file:
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return time.time()

@@ -21,11 +21,11 @@ from typing import Any
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.web.run_list import Stamp, process_start, stamp_of
+from lora_trainer.run_folder.alive import is_running, process_start
+from lora_trainer.web.run_list import Stamp, stamp_of
 from lora_trainer.web.safety import Refusal
 
 PROCESS, LOG = "process.json", "log.txt"
-SAME_START = 1.0  # seconds
 LEAVE_SECONDS = 10.0
 LOG_END = 4000  # bytes in which the reason of a failed start is looked for
 
@@ -171,12 +171,6 @@ def error_among(lines: Sequence[str]) -> str:
     """What the end of a log says of an error, in one line; without one its last line."""
     first = next((at for at, line in enumerate(lines) if line.startswith("error:")), len(lines) - 1)
     return " ".join(line.strip() for line in lines[first:])
-
-
-def is_running(pid: int, started: float) -> bool:
-    """Whether the process of this number that started then still runs."""
-    now = process_start(pid)
-    return now is not None and abs(now - started) < SAME_START
 
 
 def stop_process(pid: int, started: float) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import psutil
-
 from lora_trainer.core.errors import Problem
 from lora_trainer.monitor.trackers import VALIDATION
 from lora_trainer.report.prometheus import newest_row
@@ -178,12 +176,3 @@ def newest_sample(folder: Path) -> str | None:
     except OSError:
         return None
     return max(found)[1] if found else None
-
-
-def process_start(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None where none has this number, or it has ended and waits for its parent."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
-        return None

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -143,7 +144,7 @@ def test_a_run_of_another_machine_is_alive_until_its_beat_is_old(
 ) -> None:
     """By the clock that gives files their times, here as fast as this machine's, whoever may read it."""
     if not may_write:
-        monkeypatch.setattr(alive.tempfile, "NamedTemporaryFile", refuse)
+        monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with at_work(tmp_path):
         document = json.loads((tmp_path / PROGRESS).read_text("utf-8"))
     document |= {"host": "another", "pid": os.getpid(), "start": 1.0}

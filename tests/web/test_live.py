@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lora_trainer.core.io import read_json, write_json
+from lora_trainer.run_folder.alive import process_start
 from lora_trainer.run_folder.progress import Progress, ProgressFile
 from lora_trainer.web import live, run_list
 from lora_trainer.web.live import Watcher
 from lora_trainer.web.run_columns import Tail
-from lora_trainer.web.run_list import process_start
 from lora_trainer.web.server_state import ServerOptions, ServerState
 from tests.at_work import at_work, write_now
 from tests.web.site import write_run

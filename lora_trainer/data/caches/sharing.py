@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lora_trainer.core.disk import disk_time
 from lora_trainer.data.caches.files import NOTE, named
 
 RENEW_SECONDS = 10.0
@@ -96,15 +95,6 @@ def _renew_often(note: Path, began: str, over: threading.Event) -> None:
             if not note.exists():  # this process was asleep, and another has taken it for ended
                 note.write_text(began, encoding="ascii")
             os.utime(note)
-
-
-def disk_time(folder: Path) -> float:
-    """The time of a folder's disk; that of this machine where nothing may be written."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return time.time()
 
 
 def oldest_user(folder: Path) -> float | None:
