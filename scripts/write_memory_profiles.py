@@ -28,7 +28,7 @@ from lora_trainer.core.io import write_text
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.memory_plan.trace import Split, Subject, make_subject, trace
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.checkpointing import checkpointable_blocks
 from lora_trainer.models.published import public_architecture
 

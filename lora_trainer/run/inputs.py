@@ -24,8 +24,8 @@ from lora_trainer.data.split import MOST_COMPARED, split_validation
 from lora_trainer.data.steps import LargestStep, Lengths, StepArithmetic, largest_step, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import read_config, without_weights
 from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens

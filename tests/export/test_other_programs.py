@@ -18,7 +18,7 @@ from lora_trainer.export.layout import rule_of
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 from tests.export.tiny import facts
 

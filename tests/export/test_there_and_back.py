@@ -17,7 +17,7 @@ from lora_trainer.export.diffusers import ADAPTER_METADATA_KEY, adapter_metadata
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 
 UNET = (

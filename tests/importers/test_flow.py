@@ -13,7 +13,7 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
 from lora_trainer.importers.imported import Imported, import_file
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from tests.export.tiny import tiny_transformer
 
 

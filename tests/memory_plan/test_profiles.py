@@ -19,7 +19,7 @@ from lora_trainer.memory_plan.profiles import (
     stored_profile,
 )
 from lora_trainer.memory_plan.trace import make_subject, trace
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture, Family, ModelFacts
 from lora_trainer.models.published import public_architecture
 
@@ -109,8 +109,8 @@ def test_the_other_profiles_are_what_traces_find(family, targets, precision, blo
 
 def test_sd35_meets_the_reference_with_equal_inputs(monkeypatch):
     """The reference had half as much text, and the whole position table in fp32."""
-    monkeypatch.setattr("lora_trainer.models.sd3.LARGEST_SIDE", 384)
-    monkeypatch.setattr("lora_trainer.models.sd3.T5_TOKENS", 77)
+    monkeypatch.setattr("lora_trainer.models.families.sd3.LARGEST_SIDE", 384)
+    monkeypatch.setattr("lora_trainer.models.families.sd3.T5_TOKENS", 77)
     for blocks, gib, tflop in ((0, 12.10, 26.5), (24, 5.70, 37.8)):
         found = traced("sd3", "attention", Sizes(16, 1, 128**2, blocks), (128, 128))
         in_fp32 = 2 * 384**2 * 1536 / GIB

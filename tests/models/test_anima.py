@@ -19,9 +19,9 @@ from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import TextOptions
 from lora_trainer.models.lora_clients import clients
 from lora_trainer.models.lora_names import inspect_lora, names_of, read_adapter

@@ -14,8 +14,8 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import TextOptions
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.phases import count_of

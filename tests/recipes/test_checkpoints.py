@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
-from lora_trainer.models import flux, flux2, z_image
+from lora_trainer.models.families import flux, flux2, z_image
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single import tokenizers, transformers, unet

@@ -12,9 +12,9 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, judged, without_lora
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run import caching

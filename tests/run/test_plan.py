@@ -29,7 +29,7 @@ from lora_trainer.memory_plan.estimate import (
     parts_of,
     refuse_what_does_not_fit,
 )
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.plans.page import every_plan
 from lora_trainer.run.plans.plan import Plan, computed_in, make_plan
 from lora_trainer.run.plans.view import duration, lines

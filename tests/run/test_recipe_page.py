@@ -17,7 +17,7 @@ from lora_trainer.config.toml import parse_assignment
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.dataset_check.whole_set import check_plan
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.inputs import arithmetic
 

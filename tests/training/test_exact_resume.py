@@ -16,7 +16,7 @@ from PIL import Image
 from lora_trainer.config import schema
 from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import setting_names
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.single import tokenizers
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid

@@ -26,11 +26,11 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.attention.choose import AttentionChoice
 from lora_trainer.models.attention.shapes import shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.quantization.layers import place_layers
 from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.training import build

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import GOALS, TIERS, preset_layers, presets
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.settings import settle
 
