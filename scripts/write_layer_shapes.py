@@ -12,39 +12,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
+
+from lora_trainer.core.families import FOLDER, families  # noqa: E402
+from lora_trainer.core.io import write_text  # noqa: E402
+from lora_trainer.export.layout import split_numbers  # noqa: E402
+from lora_trainer.export.weights import shapes_of  # noqa: E402
+from lora_trainer.models.families import FAMILIES  # noqa: E402
+from lora_trainer.models.published import public_forms  # noqa: E402
+
+MEMORY_PROFILE = "memory_profile"  # thousands of numbers, which nobody reads: on one line
 LONGEST = 120  # characters of a list or table on one line
-
-
-def format_json(value: Any, indent: int = 0) -> str:
-    """JSON in which a list of numbers, and what else fits on a line, takes one line."""
-    flat = json.dumps(value, ensure_ascii=False)
-    has_members = isinstance(value, dict) or (
-        isinstance(value, list) and isinstance(value[0] if value else 0, dict | list)
-    )
-    if not has_members or indent + len(flat) <= LONGEST:
-        return flat
-    inner = "\n" + " " * (indent + 2)
-    if isinstance(value, dict):
-        members = [f"{json.dumps(key)}: {format_json(each, indent + 2)}" for key, each in value.items()]
-    else:
-        members = [format_json(each, indent + 2) for each in value]
-    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
-    return f"{opening}{inner}{f',{inner}'.join(members)}\n{' ' * indent}{closing}"
 
 
 def layers_of(family: str) -> list[dict[str, list[Any]]]:
     """For each published denoiser of a family: by the names of its layers, with `{}` for each number, the last of each number and
     the shapes."""
-    import torch
-
-    from lora_trainer.export.layout import split_numbers
-    from lora_trainer.export.weights import shapes_of
-    from lora_trainer.models.families import FAMILIES
-    from lora_trainer.models.published import public_forms
-
     denoiser, models = FAMILIES[family].denoiser, []
     for config in public_forms(family):
         with torch.device("meta"):
@@ -61,12 +48,33 @@ def layers_of(family: str) -> list[dict[str, list[Any]]]:
     return models
 
 
-def main() -> None:
-    from lora_trainer.core.families import FOLDER, families
+def format_json(value: Any, indent: int = 0) -> str:
+    """JSON in which a list of numbers, and whatever else fits on a line, takes one line."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if indent + len(flat) <= LONGEST or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, list) and not isinstance(value[0], dict | list):
+        return flat
+    if isinstance(value, list):
+        return _lines("[", [format_json(each, indent + 2) for each in value], "]", indent)
+    members = []
+    for key, each in value.items():
+        text = format_json(each, indent + 2)
+        if key == MEMORY_PROFILE:
+            text = json.dumps(each, separators=(",", ":"))
+        members.append(f"{json.dumps(key)}: {text}")
+    return _lines("{", members, "}", indent)
 
-    for family in sys.argv[1:] or families():
+
+def _lines(opening: str, members: list[str], closing: str, indent: int) -> str:
+    inner = "\n" + " " * (indent + 2)
+    return opening + inner + f",{inner}".join(members) + "\n" + " " * indent + closing
+
+
+def main() -> None:
+    for family in sys.argv[1:] or FAMILIES:
         document = {**families()[family], "layers": layers_of(family)}
-        (FOLDER / f"{family}.json").write_text(format_json(document) + "\n", encoding="utf-8")
+        write_text(FOLDER / f"{family}.json", format_json(document) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 | `facts`, `denoiser`, `others`, `phases` | the published model: its facts, its denoiser's config, how others of the family differ, its memory |
 | `single_file` | of checkpoints: where text encoders lie, the hub's models with their tokenizers, configs that no file holds |
 | `other_trainers` | what each trainer calls the family, and the defaults that it has there |
-| `layers` | the published denoisers' layers, written by `scripts/write_layer_shapes.py` |
+| `layers` | the published denoisers' layers, by `scripts/write_layer_shapes.py` |
+| `memory_profile` | the memory of its training step as it was traced (`memory_plan/profiles.py`) |
 """
 
 from __future__ import annotations
