@@ -26,6 +26,17 @@ def families() -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
 
 
+def known_to(trainer: str) -> dict[str, Any]:
+    """What another trainer calls each family that it trains, and its defaults there, by our name."""
+    listed = {name: document.get("other_trainers", {}).get(trainer) for name, document in families().items()}
+    return {name: entry for name, entry in listed.items() if entry is not None}
+
+
+def is_flow(name: str) -> bool:
+    """Whether a family's models learn a flow, not noise."""
+    return bool(families()[name]["facts"]["prediction"] == "flow")
+
+
 def titles() -> str:
     """All families, for a sentence: `Anima, Chroma and FLUX.1`."""
     *first, last = (document["title"] for document in families().values())

@@ -51,17 +51,17 @@ class ModelSection(Section):
     flavor: Flavor | None = setting(
         None,
         "fixed in effect",
-        "which of several models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image, Krea 2 and Qwen-Image 2.1, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1, `base`, `edit`, `edit-2509` or `edit-2511` of Qwen-Image",
+        "which of several models with the same keys a checkpoint is, such as `base` or `turbo`; `models.md` lists those of each family",
     )
     prediction_type: PredictionType | None = setting(
         None,
         "fixed in effect",
-        "what a checkpoint of SD1.x, SD2.x or SDXL predicts, `epsilon` or `v_prediction`, where its keys and metadata do not show it; empty means what they show",
+        "what a checkpoint with a U-Net predicts, `epsilon` or `v_prediction`, where its keys and metadata do not show it; empty means what they show",
     )
     training_adapter: str | None = setting(
         None,
         "fixed in effect",
-        "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as Z-Image Turbo",
+        "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as those called Turbo",
     )
     loras: dict[str, Annotated[float, Field(ge=-10.0, le=10.0)]] = setting(
         {},
