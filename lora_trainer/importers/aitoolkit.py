@@ -46,6 +46,7 @@ from lora_trainer.importers.rules import (
     lacking,
     lookup,
     lost_if,
+    nothing,
     number,
     part_of,
     path_to,
@@ -293,7 +294,12 @@ RULES: Mapping[str, KeyRule] = {
     "save.dtype": EXPORT_DTYPE,
     "model.name_or_path": MODEL,
     "model.arch": by(_arch, "", OTHER_FAMILY),
-    **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow lumina2 ssd vega".split()},
+    **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow ssd vega".split()},
+    **{
+        f"model.{switch}": nothing(READ_FROM_MODEL)
+        for own in AITOOLKIT_FAMILIES.values()
+        for switch in own.get("switches", ())
+    },
     "model.vae_path": VAE,
     "model.lora_path": by(_merged, "model.loras"),
     "model.assistant_lora_path": by(_assistant, "model.training_adapter"),

@@ -136,6 +136,11 @@ def _document(family: str) -> Mapping[str, Any] | None:
     return families()[family].get("memory_profile")
 
 
+def stored_families() -> list[str]:
+    """The families whose published model has a memory profile."""
+    return [family for family in families() if _document(family) is not None]
+
+
 FORM_OF = {"bf16": "half", "fp16": "half", "fp32": "half", "fp8": "narrow", "int8": "narrow", "nf4": "narrow"}
 
 

@@ -270,7 +270,8 @@ def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
     if style.startswith("diffusion_model"):
         pair = random_pair(4, 1, outs=sum(rule.shares) * WIDTH, alpha=2.0)
         tensors = peft_keys(style.format(original), pair) | {f"{style.format(original)}.alpha": torch.tensor(2.0)}
-        expected = pair.delta()[rule.part * WIDTH : (rule.part + 1) * WIDTH]
+        begin = sum(rule.shares[: rule.part]) * WIDTH
+        expected = pair.delta()[begin : begin + rule.shares[rule.part] * WIDTH]
     else:
         pair = random_pair(4, 1, alpha=2.0)
         underscored = style.startswith("lora_")

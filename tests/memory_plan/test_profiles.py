@@ -15,6 +15,7 @@ from lora_trainer.memory_plan.profiles import (
     MemoryModel,
     Sizes,
     is_published,
+    stored_families,
     stored_memory_model,
     stored_profile,
 )
@@ -156,7 +157,7 @@ def test_the_profiles_of_transformers_are_what_traces_find(family, blocks, recom
         assert predicted.flops == pytest.approx(found.flops, rel=0.01)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", stored_families())
 def test_quantization_and_each_swapped_block_free_gpu_memory(family):
     memory_model = stored_memory_model(public_architecture(family), "attention")
     assert memory_model is not None
@@ -175,7 +176,7 @@ def test_quantization_and_each_swapped_block_free_gpu_memory(family):
         assert 0 < visiting[-1] < 0.7 * visiting[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", stored_families())
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_more_swapped_blocks_never_need_more_memory(family, precision):
     profile = stored_profile(family, "attention", precision)

@@ -21,6 +21,7 @@ from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpoi
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.published import public_architecture
 from tests.export.tiny import tiny_pipeline
+from tests.families.own import own_families
 
 CPU = torch.device("cpu")
 SD15 = FAMILIES["sd15"]
@@ -37,6 +38,7 @@ PARAMETERS = {
     "qwen_image21": 7115,
     "krea2": 12820,
     "anima": 1956,
+    **{name: own.MILLIONS for name, own in own_families().items()},
 }  # millions, as published
 
 
@@ -101,6 +103,7 @@ TEXT_KEYS = {
     "qwen_image21": f"{ONE_ENCODER}-torch.float16-before norm",
     "krea2": f"{ONE_ENCODER}-torch.float16",
     "anima": "3e49a293ebac8d821c4f052786b25819-torch.float16",
+    **{name: own.TEXT_KEY for name, own in own_families().items()},
 }
 
 

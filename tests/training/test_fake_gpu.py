@@ -38,6 +38,7 @@ from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.micro_batch import make_micro_batch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepSettings, train_step
+from tests.families.own import own_families
 from tests.recipes.recipe import save_tiny_model
 
 GPU, CPU, BF16 = torch.device("meta"), torch.device("cpu"), torch.bfloat16
@@ -57,6 +58,7 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "qwen_image21": ("qwen_image21", "bf16", ()),
     "krea2": ("krea2", "bf16", ()),
     "anima": ("anima", "bf16", ()),
+    **{name: (name, "bf16", ()) for name in own_families()},
 }
 ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor
 CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))
