@@ -38,6 +38,6 @@ def is_flow(name: str) -> bool:
 
 
 def titles() -> str:
-    """All families, for a sentence: `Anima, Chroma and FLUX.1`."""
+    """All families, for a sentence: `A, B and C`."""
     *first, last = (document["title"] for document in families().values())
     return f"{', '.join(first)} and {last}"

@@ -132,7 +132,7 @@ def refuse_options(folder: Path, options: TextOptions) -> None:
 
 
 def refuse_clip_options(model: str, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options: the model, `Z-Image`, has no CLIP."""
+    """Raise UsageError for CLIP's options: a `model` with this name has no CLIP."""
     rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
         Problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,19 @@ import torch
 from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_lumina2_to_diffusers
 from PIL import Image
+from safetensors.torch import save_file
 
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
+from lora_trainer.export.weights import LoraPair, LoraWeights
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.families.lumina2 import BEFORE, denoiser_part
 from lora_trainer.models.family import TextOptions
-from lora_trainer.models.lora_names import names_of
+from lora_trainer.models.lora_names import names_of, read_lora
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
@@ -29,6 +32,7 @@ from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import kind_of_file
 from tests.export.tiny import random_lora
 from tests.families.lumina2 import checkpoint, original_names, published_tiny_pipeline, tiny_pipeline, tiny_transformer
+from tests.importers.test_flow import imported_text
 from tests.models.single.originals import write
 from tests.models.single.test_published import empty_file
 from tests.recipes.recipe import Bench, draw_images, exported, losses, record
@@ -251,6 +255,26 @@ def test_diffusers_reads_the_original_names_of_a_lora_on_all_blocks() -> None:
         assert torch.allclose(read[f"{name}.lora_B.weight"] @ read[f"{name}.lora_A.weight"], change, atol=1e-5)
 
 
+@pytest.mark.parametrize("targets", ["attention", "attention+ff"])
+@pytest.mark.parametrize("family", ["lumina2", "z_image"])
+def test_a_file_without_a_header_is_not_taken_for_the_family_with_the_same_names(
+    family: str, targets: str, tmp_path: Path
+) -> None:
+    """By the shapes of its layers: both families' original names of these layers are the same."""
+    spec = FAMILIES[family]
+    with torch.device("meta"):
+        transformer = spec.denoiser.make(public_architecture(family).denoiser)
+    modules = {}
+    for name in target_modules(transformer, spec.denoiser, targets):
+        rows, columns = transformer.get_submodule(name).weight.shape
+        modules[f"transformer.{name}"] = LoraPair(torch.ones(1, columns), torch.ones(rows, 1), 1.0)
+    tensors, _ = kohya_tensors(LoraWeights(modules), names_of(spec))
+    save_file(tensors, tmp_path / "lora.safetensors")
+    found = read_lora(tmp_path / "lora.safetensors")
+    assert found.family == family
+    assert found.modules.keys() == modules.keys()
+
+
 def linear_layers(transformer: torch.nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear))
 
@@ -260,6 +284,17 @@ def test_a_lora_is_on_every_block() -> None:
     found = target_modules(transformer, FAMILY.denoiser, "attention")
     assert len(found) == 4 * (2 + 1 + 1)
     assert len(target_modules(transformer, FAMILY.denoiser, "attention+ff")) == 7 * (2 + 1 + 1)
+
+
+def test_configs_of_kohyas_scripts_and_ai_toolkit_are_imported(tmp_path: Path) -> None:
+    kohya = 'pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora_lumina"\ngemma2 = "g"\nae = "v"\n'
+    flow = imported_text(tmp_path, "a.toml", kohya + "text_encoder_lr = 1e-4\n").config.flow
+    assert (flow.timestep_sampling, flow.shift) == ("logit_normal", 6.0)
+    boxes = {"LoRA_type": "Standard", "lumina_checkbox": True, "max_resolution": "512,512", "optimizer": "AdamW"}
+    assert imported_text(tmp_path, "gui.json", json.dumps(boxes)).config.flow.shift == 6.0
+    process = {"model": {"name_or_path": "m", "is_lumina2": True}, "train": {"timestep_type": "lumina2_shift"}}
+    flow = imported_text(tmp_path, "job.json", json.dumps({"config": {"process": [process]}})).config.flow
+    assert (flow.timestep_sampling, flow.shift) == ("uniform", "model")
 
 
 def test_a_run_on_a_single_file_is_that_on_its_folder(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ class SourceSection(Section):
     )
     control_images: tuple[str, ...] = Field(
         (),
-        description="folders of control images with the same names, for edit models (FLUX.1 Kontext, FLUX.2 klein, Qwen-Image-Edit); each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
+        description="folders of control images with the same names, for edit models; each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
     )
     control_columns: tuple[str, ...] = Field(
         (), description="columns of the source's table that name control images, in place of folders or beside them"

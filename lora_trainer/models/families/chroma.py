@@ -265,7 +265,7 @@ FAMILY = Family(
     checkpoint=CheckpointSpec(
         mark="double_blocks.0.img_attn.qkv.weight",
         denoiser=denoiser_part,
-        fits=flux.is_chroma_like,
+        fits=flux.has_modulation_network,
         read=read_checkpoint,
     ),
 )

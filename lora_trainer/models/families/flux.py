@@ -319,11 +319,11 @@ def denoiser_part(stored: Stored) -> Part:
 
 def is_checkpoint(stored: Stored) -> bool:
     """Whether a file with these blocks is of FLUX.1, not of a family that has them, too."""
-    return "single_stream_modulation.lin.weight" not in stored.shapes and not is_chroma_like(stored)
+    return "single_stream_modulation.lin.weight" not in stored.shapes and not has_modulation_network(stored)
 
 
-def is_chroma_like(stored: Stored) -> bool:
-    """Whether its blocks are modulated by a layer of their own, as in models made from FLUX.1 schnell."""
+def has_modulation_network(stored: Stored) -> bool:
+    """Whether one network makes the modulations of all blocks, as in a family that was made from schnell."""
     return "distilled_guidance_layer.in_proj.bias" in stored.shapes and "txt_in.weight" in stored.shapes
 
 
