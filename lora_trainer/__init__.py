@@ -19,7 +19,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.config.tables import hand_over
 from lora_trainer.core.version import __version__ as __version__
 from lora_trainer.diffusion.loss import ERRORS, WEIGHTINGS
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.tracker_kinds import TRACKERS
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.optim.schedules import SHAPES

@@ -17,8 +17,8 @@ import torch
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.layers import Layer
+from lora_trainer.models.families.sd15 import FAMILY
 from lora_trainer.models.quantization.store import make_quantizer
-from lora_trainer.models.sd15 import FAMILY
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs

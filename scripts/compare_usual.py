@@ -44,7 +44,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.validation_loss import ValidationLoss, validation_losses
-from lora_trainer.models.sd15 import FAMILY
+from lora_trainer.models.families.sd15 import FAMILY
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
 from lora_trainer.run.flow import VALIDATION_TIMESTEPS, prepare
 from lora_trainer.run.inputs import read_inputs

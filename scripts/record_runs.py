@@ -31,7 +31,7 @@ from PIL import Image  # noqa: E402
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS  # noqa: E402
 from lora_trainer.cli.main import main as lora_trainer  # noqa: E402
-from lora_trainer.models import FAMILIES  # noqa: E402
+from lora_trainer.models.families import FAMILIES  # noqa: E402
 from tests.recipes.recipe import Bench, draw_images, exported, losses, rows, save_tiny_model  # noqa: E402
 
 PRESETS = ("speed", "balanced", "quality")

@@ -1,6 +1,6 @@
-"""Write `lora_trainer/models/architectures/layer_shapes.json`: the shapes of all layers of the published denoisers.
+"""Write `layers` of `lora_trainer/models/families/NAME.json`: the shapes of all layers of the published denoisers.
 
-    python scripts/write_layer_shapes.py
+    python scripts/write_layer_shapes.py FAMILY…
 
 The family of a LoRA file without a header is known by them (`models/published.py`). Run it after a change of a published model.
 """
@@ -17,10 +17,16 @@ import torch
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT)]
 
+
+from lora_trainer.core.families import FOLDER, families  # noqa: E402
+from lora_trainer.core.io import write_text  # noqa: E402
 from lora_trainer.export.layout import split_numbers  # noqa: E402
 from lora_trainer.export.weights import shapes_of  # noqa: E402
-from lora_trainer.models import FAMILIES  # noqa: E402
-from lora_trainer.models.published import SHAPES, public_forms  # noqa: E402
+from lora_trainer.models.families import FAMILIES  # noqa: E402
+from lora_trainer.models.published import public_forms  # noqa: E402
+
+MEMORY_PROFILE = "memory_profile"  # thousands of numbers, which nobody reads: on one line
+LONGEST = 120  # characters of a list or table on one line
 
 
 def layers_of(family: str) -> list[dict[str, list[Any]]]:
@@ -42,16 +48,33 @@ def layers_of(family: str) -> list[dict[str, list[Any]]]:
     return models
 
 
+def format_json(value: Any, indent: int = 0) -> str:
+    """JSON in which a list of numbers, and whatever else fits on a line, takes one line."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if indent + len(flat) <= LONGEST or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, list) and not isinstance(value[0], dict | list):
+        return flat
+    if isinstance(value, list):
+        return _lines("[", [format_json(each, indent + 2) for each in value], "]", indent)
+    members = []
+    for key, each in value.items():
+        text = format_json(each, indent + 2)
+        if key == MEMORY_PROFILE:
+            text = json.dumps(each, separators=(",", ":"))
+        members.append(f"{json.dumps(key)}: {text}")
+    return _lines("{", members, "}", indent)
+
+
+def _lines(opening: str, members: list[str], closing: str, indent: int) -> str:
+    inner = "\n" + " " * (indent + 2)
+    return opening + inner + f",{inner}".join(members) + "\n" + " " * indent + closing
+
+
 def main() -> None:
-    found: dict[str, Any] = {family: layers_of(family) for family in FAMILIES}
-    lines = []
-    for family, forms in found.items():
-        listed = [
-            "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in form.items()) + "\n }"
-            for form in forms
-        ]
-        lines.append(f" {json.dumps(family)}: [{', '.join(listed)}]")
-    SHAPES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    for family in sys.argv[1:] or FAMILIES:
+        document = {**families()[family], "layers": layers_of(family)}
+        write_text(FOLDER / f"{family}.json", format_json(document) + "\n")
 
 
 if __name__ == "__main__":

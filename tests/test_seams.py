@@ -12,8 +12,8 @@ import pytest
 
 from lora_trainer.config import schema
 from lora_trainer.evaluation.lora_check import LORA_CHECKS
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.backends import BACKENDS
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.optim.schedules import SHAPES
 from lora_trainer.run.choices import DTYPES
 from lora_trainer.run.release import RELEASED_STEP

@@ -35,7 +35,7 @@ from lora_trainer.data.fresh import Fresh
 from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs, trained_resolution
 from lora_trainer.run.order import Order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +27,9 @@ from lora_trainer.data.sample import Sample
 from lora_trainer.data.steps import Ref
 from lora_trainer.data.views import View
 from lora_trainer.diffusion.process import Prediction, Process, usual_process
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import why_not
-from lora_trainer.models.family import Architecture, Caption, Family
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.family import Architecture, Caption, Family, ModelFacts
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.choices import Choices, asked_by_user, cap_memory, choose
 from lora_trainer.run.flow import prepare
@@ -164,11 +165,18 @@ def load_encode(session: Session, feed: Feed) -> Encode:
     return encode
 
 
+def small_unet() -> Architecture:
+    """A U-Net of 30 M weights, for machines on which no published model trains."""
+    path = Path(__file__).with_name("small_unet.json")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    return Architecture(ModelFacts(path=path, named=SMALL, **document["facts"]), document["denoiser"])
+
+
 def public_built(
     resolved: Resolved, named: str, *, tiny: bool, shapes: int = 1, member: Member | None = None
 ) -> tuple[str, StepContext, Architecture, Choices]:
     """A public architecture with random weights: what it is called, itself, its form, the hardware's choices."""
-    architecture = public_architecture(named)
+    architecture = small_unet() if named == SMALL else public_architecture(named)
     resolved = suited(resolved, architecture.facts.prediction)
     config = resolved.config
     family = reading(config, FAMILIES[architecture.facts.family])

@@ -43,7 +43,7 @@ def check(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     vars(arguments)["data.sources"] = arguments.data
     from lora_trainer.builtin import DATA_FOLDER
     from lora_trainer.cli.check import check_command
-    from lora_trainer.models import FAMILIES
+    from lora_trainer.models.families import FAMILIES
     from lora_trainer.models.family import MOST_CONTROLS, USUAL_FAMILY
     from lora_trainer.models.published import public_architecture
     from lora_trainer.run.inputs import read_model, trained_framings

@@ -110,7 +110,7 @@ def target_of(
     import torch
 
     from lora_trainer.lora_files.lora_inputs import LoraTarget
-    from lora_trainer.models import FAMILIES
+    from lora_trainer.models.families import FAMILIES
 
     for flag, known in (("to", forms), ("dtype", DTYPES), ("family", FAMILIES)):
         value = getattr(arguments, flag, None)

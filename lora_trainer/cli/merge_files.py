@@ -104,7 +104,7 @@ def read_all(
     """
     from lora_trainer.core.errors import gathering
     from lora_trainer.lora_files.lora_inputs import read_inputs
-    from lora_trainer.models import FAMILIES
+    from lora_trainer.models.families import FAMILIES
     from lora_trainer.models.lora_names import wrong_family
 
     inputs: list[LoraInput] = []

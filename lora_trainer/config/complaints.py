@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -13,6 +11,7 @@ from lora_trainer.config.common_names import COMMON_NAMES
 from lora_trainer.config.schema import CaptionsSection, Section, SourceSection
 from lora_trainer.config.toml import homes_of, section_types, shown
 from lora_trainer.core.errors import Problem, nearest
+from lora_trainer.core.families import families
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -38,7 +37,6 @@ _WISHES = {
     "model_attributes_type": "paths or tables",
 }
 _PATTERNS = {r"^(auto|cpu|cuda:\d+)$": "auto, cpu, or a GPU such as cuda:1"}
-FAMILY_NAMES = Path(__file__).with_name("family_names.toml")
 _TABLES: Mapping[str, type[Section]] = {"sources": SourceSection, "captions": CaptionsSection}
 
 
@@ -135,8 +133,8 @@ def _wrong_value(
     choices = [word for detail in details if detail["type"] == "literal_error" for word in _choices(detail)]
     if name == "model.family":
         called = str(value).lower().replace("-", "").replace(".", "")
-        for family, names in tomllib.loads(FAMILY_NAMES.read_text(encoding="utf-8")).items():
-            if called in names:
+        for family, document in families().items():
+            if called in document.get("other_names", ()):
                 return Problem("setting_invalid", message, f"Did you mean {family}?")
     word = str(value).lower()
     near = nearest(word, {word} & {*choices} or choices)

@@ -171,20 +171,22 @@ def _family_of(
     of_text = [component.startswith("text_encoder") for component, _ in parsed]
     rests = [rest for (_, rest), text in zip(parsed, of_text, strict=True) if not text and not _is_unet(rest)]
     known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
-    most = max((sum(matches) for _, matches in known), default=0)
     header = _OTHER.sub("", hint)
     # The longest name first: one may be the beginning of another's.
     by_name = sorted(known, key=lambda each: len(each[0].family), reverse=True)
     hinted = [each for each in by_name if _OTHER.sub("", each[0].family) in header]
+    most = max((len(matches) - matches.count(0) for _, matches in known), default=0)
     if not most:  # of text encoders alone, the header decides
         return next((family for family, _ in hinted if not rests), None), False
-    best = [each for each in known if sum(each[1]) == most]
+    best = [each for each in known if len(each[1]) - each[1].count(0) == most]
+    for each in hinted:
+        if each in best:
+            return each[0], all(each[1]) or ORIGINAL in each[1]
     readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
-    named = [each for each in hinted if any(each is other for other in best)][:1]
-    if named:
-        family, matches = named[0]
-        return family, all(matches) or ORIGINAL in matches
     fitting = [each for each in readable if _shaped(sides, each[0])] or readable
+    # The original's names tell more than diffusers', which families share.
+    heaviest = max(sum(matches) for _, matches in fitting)
+    fitting = [each for each in fitting if sum(each[1]) == heaviest]
     there = {each[0].family for each in fitting}
     fitting = [each for each in fitting if each[0].like not in there]
     # Models that nobody here knows share these names: only the shapes of a published model make one sure.

@@ -95,8 +95,8 @@ def plain_forms(weights: AdapterWeights, names: Names) -> tuple[FileForm, FileFo
     """Each update's parts behind its module's name: as LyCORIS, ComfyUI and A1111 read them, and in peft's names.
 
     Layers that the original's code fuses cannot be joined as pairs can. So transformers with such layers have LyCORIS' names,
-    which are diffusers' own: ComfyUI puts each on its rows of the fused layer. Others have kohya's: ComfyUI knows no LyCORIS
-    names of Anima.
+    which are diffusers' own: ComfyUI puts each on its rows of the fused layer. Others have kohya's, which ComfyUI
+    knows of every family.
     """
     is_fused = any(len(rule.shares) > 1 for rule in names.layout)
     kohya: dict[str, Tensor] = {f"{EMBEDDING}{word}": tensor for word, tensor in weights.embeddings.items()}

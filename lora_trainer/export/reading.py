@@ -83,8 +83,8 @@ OTHER_FILES = (  # by a beginning of any key, the surest first
 )
 # Layers that other programs train beside the denoiser, by a part of their names, and what they are.
 NOT_SUPPORTED = {
-    re.compile(r"(?:^|[._])llm_adapter[._]"): "Anima's text conditioner (llm_adapter)",
-    re.compile(r"^text_conditioner\."): "Anima's text conditioner (text_conditioner)",
+    re.compile(r"(?:^|[._])llm_adapter[._]"): "a text conditioner (llm_adapter)",
+    re.compile(r"^text_conditioner\."): "a text conditioner (text_conditioner)",
 }
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # read as float32

@@ -12,6 +12,7 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.importers.flow_words import (
     AITOOLKIT,
     AITOOLKIT_DEFAULTS,
+    AITOOLKIT_FAMILIES,
     NOT_OF_FLOWS,
     NOT_READ,
     is_aitoolkit_flow,
@@ -45,6 +46,7 @@ from lora_trainer.importers.rules import (
     lacking,
     lookup,
     lost_if,
+    nothing,
     number,
     part_of,
     path_to,
@@ -86,35 +88,6 @@ from lora_trainer.importers.words import (
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
 OF_THE_BASE = "the prediction for the empty caption is the base model's, without the LoRA"
-FAMILIES = (
-    "sd1",
-    "sd15",
-    "sd2",
-    "sdxl",
-    "sd",
-    "sd3",
-    "flux",
-    "flux_kontext",
-    "flux2_klein_4b",
-    "flux2_klein_9b",
-    "chroma",
-    "anima",
-    "zimage",
-    "qwen_image",
-    "qwen_image_edit",
-    "qwen_image_edit_plus",
-    "qwen_image_2",
-    "krea2",
-)
-
-
-NOT_TRAINED = {
-    "flux2": "FLUX.2 dev is not trained here; FLUX.2 klein is",
-    "chroma_radiance": "Chroma Radiance is not trained here; Chroma1-Base and Chroma1-HD are",
-    "zeta_chroma": "Zeta-Chroma is not trained here; Chroma1-Base and Chroma1-HD are",
-    "zimage_l2p": "Z-Image in pixels is not trained here; Z-Image is",
-    **dict.fromkeys(("flex1", "flex2"), "Flex is not trained here; FLUX.1 is"),
-}
 
 
 def _merged(value: Any, around: Around) -> Took:
@@ -247,9 +220,12 @@ def _samples(value: Any, around: Around) -> Took:
 
 def _arch(value: Any, around: Around) -> Took:
     arch = text(value).lower().split(":")[0]
-    if arch in FAMILIES:
-        return Took({}, READ_FROM_MODEL, "ignored")
-    return Took({}, NOT_TRAINED.get(arch, OTHER_FAMILY), "changed")
+    reason = OTHER_FAMILY
+    for own in AITOOLKIT_FAMILIES.values():
+        if arch in own["architectures"]:
+            return Took({}, READ_FROM_MODEL, "ignored")
+        reason = own.get("not_trained", {}).get(arch, reason)
+    return Took({}, reason, "changed")
 
 
 def _resolutions(value: Any, around: Around) -> Took:
@@ -318,7 +294,12 @@ RULES: Mapping[str, KeyRule] = {
     "save.dtype": EXPORT_DTYPE,
     "model.name_or_path": MODEL,
     "model.arch": by(_arch, "", OTHER_FAMILY),
-    **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow lumina2 ssd vega".split()},
+    **{f"model.is_{name}": lacking(OTHER_FAMILY) for name in "pixart pixart_sigma auraflow ssd vega".split()},
+    **{
+        f"model.{switch}": nothing(READ_FROM_MODEL)
+        for own in AITOOLKIT_FAMILIES.values()
+        for switch in own.get("switches", ())
+    },
     "model.vae_path": VAE,
     "model.lora_path": by(_merged, "model.loras"),
     "model.assistant_lora_path": by(_assistant, "model.training_adapter"),

@@ -9,8 +9,6 @@ from typing import Any
 from lora_trainer.importers.documents import SCRIPT
 from lora_trainer.importers.flow_words import (
     DIFFUSERS,
-    DIFFUSERS_DEFAULTS,
-    DIFFUSERS_TARGETS,
     diffusers_family,
 )
 from lora_trainer.importers.kohya_dataset import NEW_EACH_TIME
@@ -233,10 +231,10 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     script = str(document.get(SCRIPT, ""))
     of_script = next(more for words, more in OF_SCRIPTS if all(word in script for word in words))
     family = diffusers_family(script)
-    reading.take_all(document, RULES, {**OF_ALL, **of_script, **DIFFUSERS_DEFAULTS.get(family, {})})
+    reading.take_all(document, RULES, {**OF_ALL, **of_script, **family.get("defaults", {})})
     no_validation(reading)
     reading.settings.setdefault("data.max_aspect", 1.0)
     reading.origin.setdefault("data.max_aspect", "diffusers' scripts crop to one square")
-    reading.settings.setdefault("lora.target_modules", DIFFUSERS_TARGETS.get(family, "attention"))
+    reading.settings.setdefault("lora.target_modules", family.get("targets", "attention"))
     reading.origin.setdefault("lora.target_modules", "what diffusers' scripts train")
     return reading

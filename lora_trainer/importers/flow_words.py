@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from lora_trainer.config.options import NEEDS
+from lora_trainer.core.families import is_flow, known_to
 from lora_trainer.importers.documents import SCRIPT
 from lora_trainer.importers.reading import Around, KeyRule, Took, Verdict
 from lora_trainer.importers.rules import by, is_on, lacking, number, part_of, text, truth
@@ -30,17 +31,7 @@ OF_DIFFUSION = frozenset(
 )
 NOT_READ = "its program does not read it for models with flow matching"
 NOT_OF_FLOWS = "a flow has no such thing here (docs/flow.md)"
-# Keys of kohya's that only its scripts for Anima, for SD3, or for FLUX and later models, read.
-OF_ANIMA = ("qwen3", "llm_adapter_path", "t5_tokenizer_path", "qwen3_max_token_length", "t5_max_token_length")
-OF_SD3 = ("clip_g", "training_shift", "sd3_cache_text_encoder_outputs")
-OF_FLUX = ("ae", "timestep_sampling", "model_prediction_type", "guidance_scale", "discrete_flow_shift")
-KOHYA_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "flux": {"timestep_sampling": "sigma", "model_prediction_type": "sigma_scaled", "guidance_scale": 3.5},
-    "sd3": {"weighting_scheme": "uniform"},
-    "anima": {"timestep_sampling": "sigmoid"},
-}
-KOHYA_SHIFTS = {"flux": 3.0, "anima": 1.0}
-KOHYA_BOXES = {"flux": "flux1_checkbox", "sd3": "sd3_checkbox", "anima": "anima_checkbox"}
+KOHYA_FAMILIES = known_to("kohya")
 
 
 def times(
@@ -106,16 +97,21 @@ def _distribution(scheme: str, around: Around, shift: float | str, backwards: bo
 
 
 def kohya_family(around: Around | Mapping[str, Any]) -> str:
-    """`flux`, `sd3`, `anima`, or nothing where the config is of a diffusion model."""
+    """The family of a flow-matching model, or nothing where the config is of a diffusion model."""
     keys = around.keys if isinstance(around, Around) else around
     seen = {key for key, value in keys.items() if value is not None and value != ""}
     if "LoRA_type" in seen:  # the GUI keeps keys of all families; a checkbox selects one
-        return next((name for name, box in KOHYA_BOXES.items() if _on(keys, box)), "")
-    if seen & {*OF_ANIMA} or keys.get("network_module") == "networks.lora_anima":
-        return "anima"
-    if seen & {*OF_SD3}:
-        return "sd3"
-    return "flux" if seen & {*OF_FLUX} else "sd3" if "t5xxl" in seen else ""
+        return next((name for name, own in KOHYA_FAMILIES.items() if _on(keys, own["checkbox"])), "")
+    module = str(keys.get("network_module"))
+    for name, own in KOHYA_FAMILIES.items():
+        if seen & {*own.get("keys", ())} or module == own.get("network_module"):
+            return name
+    return next((name for name, own in KOHYA_FAMILIES.items() if seen & {*own.get("keys_of_several", ())}), "")
+
+
+def kohya_defaults(family: str) -> dict[str, Any]:
+    """The defaults that kohya's scripts have for one family alone."""
+    return dict(KOHYA_FAMILIES.get(family, {}).get("defaults", {}))
 
 
 def _on(keys: Mapping[str, Any], key: str) -> bool:
@@ -124,10 +120,11 @@ def _on(keys: Mapping[str, Any], key: str) -> bool:
 
 def _kohya_sampling(value: Any, around: Around) -> Took:
     family, word = kohya_family(around), text(value).lower()
-    if family not in KOHYA_SHIFTS:
+    default_shift = KOHYA_FAMILIES.get(family, {}).get("shift")
+    if default_shift is None:
         return Took({}, "weighting_scheme rules" if family else NO_FLOW, "ignored")
     spread = number_of(around, "sigmoid_scale", 1.0)
-    shift = number_of(around, "discrete_flow_shift", KOHYA_SHIFTS[family])
+    shift = number_of(around, "discrete_flow_shift", default_shift)
     shifts: dict[str, float | str] = {"sigmoid": 1.0, "shift": shift, "flux_shift": "resolution"}
     if word in shifts:
         return Took(times("logit_normal", spread=spread, shift=shifts[word]))
@@ -141,7 +138,7 @@ def _kohya_sampling(value: Any, around: Around) -> Took:
 
 def _kohya_weighting(value: Any, around: Around) -> Took:
     family = kohya_family(around)
-    if family != "sd3":
+    if not family or "shift" in KOHYA_FAMILIES[family]:
         return Took(
             {}, "read together with timestep_sampling" if family else NO_FLOW, "mapped" if family else "ignored"
         )
@@ -171,12 +168,13 @@ KOHYA: Mapping[str, KeyRule] = {
 }
 
 
-SIMPLETUNER_FLOWS = ("sd3", "flux", "flux2", "chroma", "z_image", "qwen_image", "krea2", "anima")
+SIMPLETUNER_FAMILIES = {name: family for family, names in known_to("simpletuner").items() for name in names}
 SIMPLETUNER_DEFAULTS: Mapping[str, Any] = {"flow_schedule_shift": 3.0}
 
 
 def is_simpletuner_flow(keys: Mapping[str, Any]) -> bool:
-    return str(keys.get("model_family")).lower() in SIMPLETUNER_FLOWS
+    family = SIMPLETUNER_FAMILIES.get(str(keys.get("model_family")).lower())
+    return family is not None and is_flow(family)
 
 
 def _simpletuner_shift(around: Around) -> float | str:
@@ -215,22 +213,13 @@ SIMPLETUNER: Mapping[str, KeyRule] = {
     "flux_guidance_mode": lacking(NO_GUIDANCE, off=("constant",)),
     "flux_guidance_value": lacking(NO_GUIDANCE, off=(1,)),
 }
-ONETRAINER_FLOWS = (
-    "STABLE_DIFFUSION_3",
-    "STABLE_DIFFUSION_35",
-    "FLUX_DEV_1",
-    "FLUX_2",
-    "CHROMA_1",
-    "Z_IMAGE",
-    "QWEN",
-    "ANIMA",
-    "KREA_2",
-)
+ONETRAINER_TYPES = {name: family for family, own in known_to("onetrainer").items() for name in own["types"]}
 
 
 def is_onetrainer_flow(around: Around | Mapping[str, Any]) -> bool:
     keys = around.keys if isinstance(around, Around) else around
-    return str(keys.get("model_type")).upper() in ONETRAINER_FLOWS
+    family = ONETRAINER_TYPES.get(str(keys.get("model_type")).upper())
+    return family is not None and is_flow(family)
 
 
 def _onetrainer(value: Any, around: Around) -> Took:
@@ -268,40 +257,31 @@ ONETRAINER: Mapping[str, KeyRule] = {
     **{key: by(_onetrainer_number, ALL) for key in ("noising_weight", "noising_bias", "timestep_shift")},
     "dynamic_timestep_shifting": by(_onetrainer_switch, ALL),
 }
-AITOOLKIT_FLOWS = (
-    "flux",
-    "flux_kontext",
-    "flux2",
-    "flux2_klein_4b",
-    "flux2_klein_9b",
-    "chroma",
-    "anima",
-    "sd3",
-    "flex1",
-    "zimage",
-    "qwen_image",
-    "qwen_image_edit",
-    "qwen_image_edit_plus",
-    "qwen_image_2",
-    "krea2",
-)
+AITOOLKIT_FAMILIES = known_to("aitoolkit")
 AITOOLKIT_DEFAULTS: Mapping[str, Any] = {"train.timestep_type": "sigmoid"}
 
 
 def is_aitoolkit_flow(keys: Mapping[str, Any]) -> bool:
     arch = str(keys.get("model.arch") or "").lower().split(":")[0]
-    return arch in AITOOLKIT_FLOWS or _on(keys, "model.is_flux") or _on(keys, "model.is_v3")
+    for family, own in AITOOLKIT_FAMILIES.items():
+        switches = own.get("switches", ())
+        if any(_on(keys, f"model.{switch}") for switch in switches):
+            return True
+        if is_flow(family) and arch in (*own["architectures"], *own.get("not_trained", ())):
+            return True
+    return False
 
 
 def _aitoolkit(value: Any, around: Around) -> Took:
     if not is_aitoolkit_flow(around.keys):
         return Took({}, NO_FLOW, "ignored")
     word = text(value).lower()
+    own_shifts = [name for own in AITOOLKIT_FAMILIES.values() for name in own.get("timestep_types", ())]
     known = {
         "sigmoid": times("logit_normal", shift=1.0),
         "linear": times("uniform", shift=1.0),
         # By size where the model's scheduler says so, by its number otherwise.
-        **dict.fromkeys(("shift", "flux_shift", "lumina2_shift"), times("uniform")),
+        **dict.fromkeys(("shift", *own_shifts), times("uniform")),
     }
     if any(is_on(around[f"train.{key}"] or False) for key in ("linear_timesteps", "linear_timesteps2")):
         word = "weighted"
@@ -314,51 +294,27 @@ AITOOLKIT: Mapping[str, KeyRule] = {"train.timestep_type": by(_aitoolkit, ALL)}
 
 
 # What the parsers of its scripts hold for each family, and the layers that learn unless lora_layers says others.
-OF_ITS_FLOWS = {"learning_rate": 1e-4, "resolution": 512, "adam_weight_decay": 1e-4}
-DIFFUSERS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "sd3": {
-        **OF_ITS_FLOWS,
-        "weighting_scheme": "logit_normal",
-        "precondition_outputs": 1,
-        "max_sequence_length": 77,
-    },
-    "flux2": {**OF_ITS_FLOWS, "weighting_scheme": "none"},  # before the name that it begins with
-    "flux": {**OF_ITS_FLOWS, "weighting_scheme": "none", "guidance_scale": 3.5},
-    "z_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
-    "qwen_image": {**OF_ITS_FLOWS, "weighting_scheme": "none"},
-    "krea2": {**OF_ITS_FLOWS, "weighting_scheme": "none", "learning_rate": 3e-4, "rank": 32, "lora_alpha": 32},
-}
-ATTENTION = tuple(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "add_[qkv]_proj", "to_add_out"))
-DIFFUSERS_TARGETS: Mapping[str, Any] = {
-    "sd3": list(ATTENTION),
-    "flux2": [
-        *(f"transformer_blocks.*.attn.{name}" for name in ("to_[qkv]", "to_out.0")),
-        *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
-    ],
-    "flux": [*ATTENTION, *(f"*.{part}.net.{layer}" for part in ("ff", "ff_context") for layer in ("0.proj", "2"))],
-    "qwen_image": list(ATTENTION[:2]),
-    "krea2": [
-        *(f"*.attn.{name}" for name in ("to_[qkv]", "to_out.0", "to_gate")),
-        *("*.ff.up", "*.ff.down", "img_in", "final_layer.linear", "text_fusion.projector"),
-        *("txt_in.linear_[12]", "time_embed.linear_[12]", "time_mod_proj"),
-    ],
-}
+DIFFUSERS_FAMILIES = known_to("diffusers")
 
 
-def diffusers_family(script: str) -> str:
-    """The family of a script for flow matching, or nothing for one of diffusion models."""
-    return next((name for name in DIFFUSERS_DEFAULTS if name in script), "")
+def diffusers_family(script: str) -> Mapping[str, Any]:
+    """What a script for flow matching has for its family: `defaults`, `targets` and `shift`; empty for diffusion models.
+
+    The longest name counts: one may be the beginning of another's.
+    """
+    named = [name for name in DIFFUSERS_FAMILIES if name in script]
+    return DIFFUSERS_FAMILIES[max(named, key=len)] if named else {}
 
 
 def _diffusers(value: Any, around: Around) -> Took:
-    """Its FLUX scripts take the scheduler's timesteps before they are shifted by size, the others shifted ones."""
-    shift: float | str = 1.0 if "flux" in str(around[SCRIPT]) else "model"
+    """Some scripts take the scheduler's timesteps before they are shifted by size, the others shifted ones."""
+    shift: float | str = diffusers_family(str(around[SCRIPT])).get("shift", "model")
     squared = is_on(around["precondition_outputs"] or 0)
     return by_weighting(text(value).lower(), around, shift, backwards=True, squared=squared)
 
 
 def _guidance(value: Any, around: Around) -> Took:
-    guided = diffusers_family(str(around[SCRIPT])) == "flux"  # FLUX.2 klein has no such input
+    guided = "guidance_scale" in diffusers_family(str(around[SCRIPT])).get("defaults", {})
     return Took({}) if guided and number(value) != 1.0 else Took({}, "as here", "ignored")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.importers.documents import read_document
-from lora_trainer.importers.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flows
+from lora_trainer.importers.flow_words import NOT_READ, kohya_defaults, kohya_family, of_flows
 from lora_trainer.importers.kohya_dataset import (
     AREA_OF_MASK,
     DATASET_RULES,
@@ -190,7 +190,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
         for key in set(DATA_RULES) & set(defaults):
             del defaults[key]
     rules = of_flows(RULES, NOT_READ, "ignored") if kohya_family(keys) else RULES
-    reading.take_all(keys, rules, {**defaults, **KOHYA_DEFAULTS.get(kohya_family(keys), {})}, OTHER_NAMES)
+    reading.take_all(keys, rules, {**defaults, **kohya_defaults(kohya_family(keys))}, OTHER_NAMES)
     add_dataset(reading, keys)
     return reading
 

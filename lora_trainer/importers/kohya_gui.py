@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.importers import kohya
-from lora_trainer.importers.flow_words import KOHYA_DEFAULTS, NOT_READ, kohya_family, of_flow, of_flows
+from lora_trainer.importers.flow_words import KOHYA_FAMILIES, NOT_READ, kohya_defaults, kohya_family, of_flow, of_flows
 from lora_trainer.importers.kohya_blocks import LOCON
 from lora_trainer.importers.kohya_keys import (
     IN_BUCKETS,
@@ -40,6 +40,7 @@ from lora_trainer.importers.words import (
     ALL_WITH_CONVOLUTIONS,
     NOT_LORA,
     OF_BLOCKS,
+    READ_FROM_MODEL,
 )
 
 TOOL = "kohya GUI"
@@ -138,6 +139,7 @@ def _rules() -> dict[str, KeyRule]:
         "multires_noise_iterations": _noise("multires", "multires_noise_iterations"),
         "multires_noise_discount": _noise("multires", "multires_noise_discount"),
         **unused_keys("kohya GUI"),
+        **{own["checkbox"]: nothing(READ_FROM_MODEL) for own in KOHYA_FAMILIES.values()},
         **{key: _with_convolutions(kohya.RULES[f"network_args.{key}"]) for key in ("conv_dim", "conv_alpha")},
         "LyCORIS_preset": _with_convolutions(kohya.RULES["network_args.preset"]),
         "split_mode": lost_if(
@@ -214,7 +216,7 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     rules["additional_parameters"] = nothing("not set")
     family = kohya_family({"LoRA_type": "", **keys})
     rules = of_flows(rules, NOT_READ, "ignored") if family else rules
-    defaults = {**DEFAULTS, **KOHYA_DEFAULTS.get(family, {})}
+    defaults = {**DEFAULTS, **kohya_defaults(family)}
     # A file without steps but with epochs was written when steps followed from epochs.
     if "max_train_steps" not in keys and is_on(keys.get("epoch") or 0):
         del defaults["max_train_steps"]

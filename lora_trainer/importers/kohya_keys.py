@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.bounded import TextError, read_text
-from lora_trainer.importers.flow_words import KOHYA, kohya_family, of_flow
+from lora_trainer.core.families import families
+from lora_trainer.importers.flow_words import KOHYA, KOHYA_FAMILIES, kohya_family, of_flow
 from lora_trainer.importers.kohya_blocks import block_rates, sizes_of_layers
 from lora_trainer.importers.network_kinds import (
     DIM,
@@ -67,7 +68,6 @@ from lora_trainer.importers.words import (
 
 TARGETS = "lora.target_modules"
 OTHER_FAMILY = "of model families that are not trained here"
-OF_TRANSFORMERS = ("networks.lora_flux", "networks.lora_sd3", "networks.lora_anima")
 IN_BUCKETS = (
     "a batch is filled from one bucket there, so with batches above 1 an epoch has more steps: of 20 images of 20 shapes"
     " in batches of 4 it has 20, and 5 here. train.max_steps sets their number"
@@ -123,7 +123,7 @@ def targets(value: Any, around: Around) -> Took:
     module, kind = text(value).lower(), kohya_kind(around)
     if module.startswith("networks.oft") and not is_on(around["network_args.enable_all_linear"] or False):
         return with_kind({TARGETS: "attention"}, kind)
-    if module in OF_TRANSFORMERS or kohya_family(around):
+    if kohya_family(around):
         return with_kind({TARGETS: ALL_OF_BLOCKS}, kind, OF_BLOCKS)
     convolutions = is_on(around["network_args.conv_dim"] or 0) or module.startswith("lycoris")
     convolutions = convolutions or is_on(around["network_args.enable_conv"] or False)
@@ -281,12 +281,13 @@ def rates_of_texts(rate: Any, around: Around) -> Took:
     if not any(rates):
         return Took({}, STAY, "ignored")
     family, t5, of_t5 = kohya_family(around), str(around["network_args.train_t5xxl"]) == "True", around["t5xxl_lr"]
-    if family == "anima":
-        return Took({}, "Anima's text encoder is not trained here", "changed")
+    own = KOHYA_FAMILIES.get(family, {"text_encoders": 2 if is_on(around["sdxl"] or False) else 1})
+    if not own["text_encoders"]:
+        return Took({}, f"{families()[family]['title']}'s text encoder is not trained here", "changed")
     if family and around["LoRA_type"] is not None:  # the GUI, whose list comes from its two fields
         t5 = t5 or (family == "flux" and is_on(around["train_t5xxl"] or False))
         rates = [*rates, number(of_t5)] if is_on(of_t5 or 0) else rates
-    encoders = (2 if family == "sd3" or is_on(around["sdxl"] or False) else 1) + (bool(family) and t5)
+    encoders = own["text_encoders"] + (bool(family) and t5)
     alike = bool(family) or len(rates) == 1
     kept = (rates + rates[-1:] * encoders)[:encoders] if alike else rates
     return Took(text_rates(kept, alpha_of_texts(around)))
@@ -362,7 +363,7 @@ RULES: Mapping[str, KeyRule] = {
         key: lacking("captions have 512 tokens", off=(512,))
         for key in ("qwen3_max_token_length", "t5_max_token_length")
     },
-    "network_args.train_llm_adapter": lacking("Anima's text conditioner stays as it is", off=(False,)),
+    "network_args.train_llm_adapter": lacking("the text conditioner stays as it is", off=(False,)),
     "t5xxl_max_token_length": of_flow(same("text_encoder.max_sequence_length", whole)),
     "apply_t5_attn_mask": of_flow(lacking("T5's padding is seen, as the model was trained")),
     "network_args.train_t5xxl": part_of("text_encoder_lr", TEXT_RATES.split()[0]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.families import known_to
 from lora_trainer.importers.documents import SCRIPT, read_document
 from lora_trainer.importers.flow_words import ALL, WEIGHED, by_weighting, number_of, number_with, times
 from lora_trainer.importers.kohya import add_dataset, flat
@@ -50,14 +51,9 @@ from lora_trainer.importers.words import (
     precision,
 )
 
+FAMILIES: Mapping[str, Mapping[str, Any]] = known_to("musubi")
 # What a script and a network module of its own are named after -> the family here; none for what is not trained here.
-FAMILIES: Mapping[str, str] = {
-    **dict.fromkeys(("qwen_image", "lora_qwen_image"), "qwen_image"),
-    **dict.fromkeys(("zimage", "lora_zimage"), "z_image"),
-    **dict.fromkeys(("flux_2", "lora_flux_2"), "flux2"),
-    **dict.fromkeys(("flux_kontext", "lora_flux"), "flux"),
-    **dict.fromkeys(("krea2", "lora_krea2"), "krea2"),
-}
+SCRIPTS: Mapping[str, str] = {name: family for family, own in FAMILIES.items() for name in own["names"]}
 NOT_TRAINED: Mapping[str, str] = {
     **dict.fromkeys(("hv", "lora"), "HunyuanVideo, a video model"),
     **dict.fromkeys(("hv_1_5", "lora_hv_1_5"), "HunyuanVideo 1.5, a video model"),
@@ -69,53 +65,47 @@ NOT_TRAINED: Mapping[str, str] = {
 }
 # Options that one script alone has, for a TOML whose network module is of all models.
 OF_ONE_SCRIPT: Mapping[str, str] = {
-    **dict.fromkeys(("edit", "edit_plus", "num_layers", "remove_first_image_from_target"), "qwen_image"),
-    "use_32bit_attention": "zimage",
-    "fp8_text_encoder": "flux_2",
-    "turbo_dit": "krea2",
+    **{option: own["names"][0] for own in FAMILIES.values() for option in own.get("options", ())},
     **dict.fromkeys(("t5", "clip", "dit_high_noise", "timestep_boundary"), "wan"),
     "dit_in_channels": "hv",
     "byt5": "hv_1_5",
     **dict.fromkeys(("latent_window_size", "bulk_decode"), "fpack"),
 }
 FLAVORS: Mapping[str, str] = {
-    **{f"klein-{size}": "distilled" for size in ("4b", "9b")},
-    **{f"klein-base-{size}": "base" for size in ("4b", "9b")},
-    "original": "base",
-    **{name: name for name in ("edit", "edit-2509", "edit-2511")},
+    version: flavor for own in FAMILIES.values() for version, flavor in own.get("flavors", {}).items()
 }
-OTHER_VERSIONS = {
-    "dev": "FLUX.2 dev is not trained here; FLUX.2 klein is",
-    "layered": "Qwen-Image-Layered is not trained here; Qwen-Image and Qwen-Image-Edit are",
-}
-# What its networks train where that is not attention and feed-forward layers of all blocks.
-LAYERS = {"krea2": ["*"], "z_image": ["layers.*.attention.*", "layers.*.feed_forward.*"]}
-# The sampling whose shift is the line of the model's own scheduler.
-BY_SIZE = {
-    "qwen_image": "qwen_shift",
-    "z_image": "flux_shift",
-    "flux2": "flux2_shift",
-    "flux": "flux_shift",
-    "krea2": "krea2_shift",
+OTHER_VERSIONS: Mapping[str, str] = {
+    version: why for own in FAMILIES.values() for version, why in own.get("not_trained", {}).items()
 }
 OWN_LINE = "the shift follows the line of the model's own scheduler"
+# The sampling of each family whose shift is the line of its own scheduler, and those of other models.
 OTHER_SAMPLINGS = {
-    **dict.fromkeys(("flux_shift", "flux2_shift", "qwen_shift", "krea2_shift", "ideogram4_shift"), OWN_LINE),
+    **{own["timestep_sampling"]: OWN_LINE for own in FAMILIES.values()},
+    "ideogram4_shift": OWN_LINE,
     "qinglong_flux": f"{OWN_LINE}; there 21 % of the times have other distributions",
     "qinglong_qwen": f"{OWN_LINE}; there 5 % of the times have another distribution",
 }
 
 
 def script_of(keys: Mapping[str, Any]) -> str:
-    """The name in `FAMILIES` or `NOT_TRAINED` that a job is of: by its script, its network module, or an option; or ""."""
+    """The name in `SCRIPTS` or `NOT_TRAINED` that a job is of: by its script, its network module, or an option; or ""."""
     version = str(keys.get("model_version") or "")
     names = [
         Path(str(keys.get(SCRIPT) or "")).stem.partition("_train")[0],
         str(keys.get("network_module") or "").rpartition(".")[2],
         *(name for key, name in OF_ONE_SCRIPT.items() if is_on(keys.get(key) or False)),
-        "flux_2" if version == "dev" or version.startswith("klein") else "qwen_image" if version in FLAVORS else "",
+        *(own["names"][0] for own in FAMILIES.values() if _has_version(own, version)),
     ]
-    return next((name for name in names if name in FAMILIES or name in NOT_TRAINED), "")
+    return next((name for name in names if name in SCRIPTS or name in NOT_TRAINED), "")
+
+
+def _has_version(own: Mapping[str, Any], version: str) -> bool:
+    return version in own.get("flavors", {}) or version in own.get("not_trained", {})
+
+
+def family_of(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is known of the family that a job trains; empty for one that is not trained here."""
+    return FAMILIES.get(SCRIPTS.get(script_of(keys), ""), {})
 
 
 def is_musubi_job(document: Any) -> bool:
@@ -169,7 +159,7 @@ def _sampling(value: Any, around: Around) -> Took:
     if word in plain:
         return Took(plain[word])
     by_size = times("logit_normal", spread=1.5 if word == "ideogram4_shift" else spread, shift="resolution")
-    if word == BY_SIZE.get(FAMILIES.get(script_of(around.keys), "")):
+    if word == family_of(around.keys).get("timestep_sampling"):
         return Took(by_size)
     return Took(by_size, lookup({"sigma": "", **dict.fromkeys(plain, ""), **OTHER_SAMPLINGS}, word, "one"), "changed")
 
@@ -205,7 +195,7 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "network_module": by(
         lambda value, around: with_kind(
-            {TARGETS: LAYERS.get(FAMILIES.get(script_of(around.keys), ""), ALL_OF_BLOCKS)}, kohya_kind(around)
+            {TARGETS: family_of(around.keys).get("layers", ALL_OF_BLOCKS)}, kohya_kind(around)
         ),
         f"{TARGETS} {TYPE}",
         NOT_LORA,
@@ -249,7 +239,6 @@ DEFAULTS: Mapping[str, Any] = {
     "sample_every_n_steps": 0,
     "timestep_sampling": "sigma",
 }
-VERSIONS = {"qwen_image": "original", "flux2": "dev"}  # the default of model_version
 
 
 def read(path: Path, document: Mapping[str, Any]) -> Reading:
@@ -274,14 +263,15 @@ def read(path: Path, document: Mapping[str, Any]) -> Reading:
     script = script_of(keys)
     if script in NOT_TRAINED:
         message = f"{path} trains {NOT_TRAINED[script]}, which is not trained here."
-        fix = "Of musubi-tuner's models FLUX.1 Kontext, FLUX.2 klein, Krea 2, Qwen-Image, Qwen-Image-Edit and Z-Image are."
+        *first, last = (own["title"] for own in FAMILIES.values())
+        fix = f"Of musubi-tuner's models {', '.join(first)} and {last} are."
         reading.problems.append(Problem("not_trained_here", message, fix))
         return reading
-    family, is_file = FAMILIES.get(script, ""), str(keys.get("dit")).lower().endswith(".safetensors")
-    version = VERSIONS.get(family)
+    own = family_of(keys)
+    version = own.get("default_version")
     reading.take_all(keys, RULES, {**DEFAULTS, **({"model_version": version} if version else {})})
-    if family == "flux" and is_file:
-        reading.put(Line("(FLUX.1 Kontext)", None, "default", {"model.flavor": "kontext"}, "its only FLUX.1"))
+    if "only_flavor" in own and str(keys.get("dit")).lower().endswith(".safetensors"):
+        reading.put(Line(f"({own['title']})", None, "default", {"model.flavor": own["only_flavor"]}, "its only FLUX.1"))
     add_dataset(reading, keys)
     if is_empty(keys.get("dataset_config")):
         no_validation(reading)

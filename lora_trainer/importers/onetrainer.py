@@ -10,12 +10,13 @@ from typing import Any
 
 from lora_trainer.config.tables import traits_of_optimizer
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.families import known_to
 from lora_trainer.importers.documents import read_document
 from lora_trainer.importers.flow_words import (
     NO_GUIDANCE,
     NOT_OF_FLOWS,
     ONETRAINER,
-    ONETRAINER_FLOWS,
+    ONETRAINER_TYPES,
     is_onetrainer_flow,
     of_flows,
 )
@@ -79,15 +80,12 @@ from lora_trainer.importers.words import (
     text_rates,
 )
 
-FAMILIES = ("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_XL_10_BASE")
 LAYERS: Mapping[str, Any] = {"attn-mlp": list(ALL_OF_ATTENTION), "attn-only": "attention", "full": ["*"]}
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 def _model_type(value: Any, around: Around) -> Took:
-    known = text(value).upper().removesuffix("_BASE") in {
-        name.removesuffix("_BASE") for name in (*FAMILIES, *ONETRAINER_FLOWS)
-    }
+    known = text(value).upper().removesuffix("_BASE") in {name.removesuffix("_BASE") for name in ONETRAINER_TYPES}
     return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
 
 
@@ -286,10 +284,10 @@ def _texts(value: Any, around: Around) -> Took:
 def texts_of(around: Around) -> tuple[str, ...]:
     """The text encoders of the model: a file has switches of four, on unless they were turned off."""
     model = str(around["model_type"] or "").upper()
-    if model in ("FLUX_2", "CHROMA_1", "Z_IMAGE", "QWEN", "ANIMA", "KREA_2"):
-        return ()
-    one = model.startswith(FAMILIES[:3])
-    return ENCODERS[: 1 if one else 3 if "DIFFUSION_3" in model else 2]
+    families = known_to("onetrainer")
+    # Other types, such as those for inpainting, begin with their family's.
+    counts = [families[family]["text_encoders"] for name, family in ONETRAINER_TYPES.items() if model.startswith(name)]
+    return ENCODERS[: counts[0] if counts else 2]
 
 
 def _skipped(value: Any, around: Around) -> Took:

@@ -14,7 +14,7 @@ from lora_trainer.importers.flow_words import (
     NOT_READ,
     SIMPLETUNER,
     SIMPLETUNER_DEFAULTS,
-    SIMPLETUNER_FLOWS,
+    SIMPLETUNER_FAMILIES,
     is_simpletuner_flow,
     of_flows,
 )
@@ -88,7 +88,6 @@ from lora_trainer.importers.words import (
 USUAL_STEP = 64  # pixels between its buckets
 MEGAPIXEL = 1024  # the side of the square that it means by an area of 1.0
 NOWHERE = "it is neither in the config's folder, nor above it, nor here: name the images with --data"
-FAMILIES = ("sdxl", "sd1x", "sd2x", "sd15", "sd2", *SIMPLETUNER_FLOWS)
 
 
 def _initial(value: Any, around: Around) -> Took:
@@ -186,7 +185,7 @@ def _offset(value: Any, around: Around) -> Took:
 
 
 def _family(value: Any, around: Around) -> Took:
-    known = text(value).lower() in FAMILIES
+    known = text(value).lower() in SIMPLETUNER_FAMILIES
     return Took({}, READ_FROM_MODEL if known else OTHER_FAMILY, "ignored" if known else "changed")
 
 

@@ -34,7 +34,7 @@ from lora_trainer.jobs.live_table import counts, watching
 from lora_trainer.jobs.summary import FILE as SUMMARY
 from lora_trainer.jobs.summary import job_failures, largest_code, write_summary
 from lora_trainer.jobs.worker import SAFE, Adapt, work
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.report.failures import ENDED, failure_lines
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.caching import cache_folder

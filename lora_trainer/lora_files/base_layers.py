@@ -11,12 +11,13 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import is_gguf
 from lora_trainer.export.reading import some
 from lora_trainer.export.weights import AdapterWeights, check_keys, module_name
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import check_part, named_parts, places_of_weights
 from lora_trainer.models.places import Place, stored_weights
 from lora_trainer.models.single.lay_out import places_of_parts
-from lora_trainer.models.single.recognize import USE_BASE, recognize
+from lora_trainer.models.single.recognize import recognize
+from lora_trainer.models.single.stored import USE_BASE
 
 WEIGHT = ".weight"
 # Last parts of modules whose weights have two sides and are no linear layers.

@@ -20,7 +20,7 @@ from lora_trainer.export.weights import AdapterWeights, LayerUpdate, LoraPair, L
 from lora_trainer.lora_files.base_layers import misfits_of, read_base
 from lora_trainer.lora_files.combining import Combined, combine
 from lora_trainer.lora_files.low_rank import LayerRow, RankLimits, factor
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_forms
 from lora_trainer.models.quantization.stored_forms import WeightReader
 

@@ -4,8 +4,7 @@ Every tensor of a step has a size that is a product of some of rank, samples and
 text and image are in one tensor. So at each moment of a step memory is a sum of a few such products, and the peak is
 the largest over the moments. A profile keeps, for some numbers of checkpointed blocks, the moments that can be the
 largest; between two such numbers, whose blocks are alike, memory is on a line or under it.
-`scripts/write_memory_profiles.py` computes them from traces (`memory_plan/trace.py`); tests compare their
-predictions with traces at other sizes.
+Tests compare their predictions with traces (`memory_plan/trace.py`) at other sizes. A family without a profile is traced.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+
+from lora_trainer.core.families import families
 
 if TYPE_CHECKING:
     from lora_trainer.models.family import Architecture
@@ -132,13 +132,13 @@ def _dot(coefficients: Sequence[int], terms: Sequence[int]) -> int:
     return sum(coefficient * term for coefficient, term in zip(coefficients, terms, strict=True))
 
 
-@cache
 def _document(family: str) -> Mapping[str, Any] | None:
-    path = files("lora_trainer.models") / "memory_profiles" / f"{family}.json"
-    if not path.is_file():
-        return None
-    document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
+    return families()[family].get("memory_profile")
+
+
+def stored_families() -> list[str]:
+    """The families whose published model has a memory profile."""
+    return [family for family in families() if _document(family) is not None]
 
 
 FORM_OF = {"bf16": "half", "fp16": "half", "fp32": "half", "fp8": "narrow", "int8": "narrow", "nf4": "narrow"}

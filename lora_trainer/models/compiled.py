@@ -19,9 +19,8 @@ from torch import nn
 
 from lora_trainer.core.errors import first_line
 from lora_trainer.core.findings import counted
+from lora_trainer.models.memory.checkpointing import repeated_kinds
 
-# Repeated too, though diffusers lists them for no model: the convolutions of U-Nets, the blocks of SD3 and of Anima.
-UNLISTED = ("ResnetBlock2D", "BasicTransformerBlock", "JointTransformerBlock", "CosmosTransformerBlock")
 MOST_SHAPES = 8  # of micro-batches with a compilation of their own; with more there is one for all
 MOST_COMPILATIONS = 4 * MOST_SHAPES  # of one form: a first block needs no gradient of its input, memory may run out
 MOST_OF_A_CLASS = 1024
@@ -127,7 +126,7 @@ def count() -> Count:
 
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a denoiser."""
-    names = {*UNLISTED, *(getattr(denoiser, "_repeated_blocks", None) or ())}
+    names = repeated_kinds(denoiser)
     return [module for module in denoiser.modules() if type(module).__name__ in names]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import read_index
 
 

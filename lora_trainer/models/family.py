@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # facts are read without torch
     from lora_trainer.diffusion.process import Process
     from lora_trainer.export.layout import Layout
     from lora_trainer.models.quantization.store import Narrow
+    from lora_trainer.models.single.stored import Part, SingleFile, Stored
 
 USUAL_FAMILY = "sd15"  # of the built-in base model, and the default where no model is named
 Caption = str | tuple[tuple[str, float], ...]  # text, or its parts with the weight of each
@@ -131,7 +132,7 @@ def refuse_options(folder: Path, options: TextOptions) -> None:
 
 
 def refuse_clip_options(model: str, options: TextOptions) -> None:
-    """Raise UsageError for CLIP's options: the model, `Z-Image`, has no CLIP."""
+    """Raise UsageError for CLIP's options: a `model` with this name has no CLIP."""
     rejected = {"clip_skip": options.clip_skip, "max_tokens": options.clip_tokens if options.chunks > 1 else None}
     problems = [
         Problem(
@@ -389,12 +390,41 @@ class LoraFileSpec:
 
 
 @dataclass(frozen=True)
+class TextKind:
+    """A kind of text encoder in single files: `fits` tells it by its tensors, and `lay_out` is its config and places."""
+
+    title: str  # for people
+    fits: Callable[[Stored], bool]
+    lay_out: Callable[[Stored], Part]
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """The family in a single file, which has the names of its first code.
+
+    `mark` is a tensor that every such file has; of families with the same one it is the first that `fits`. `read` takes
+    the file and returns it with its flavor, as far as keys or the file's name tell it; it raises UsageError for models
+    that cannot be trained. `denoiser` is the denoiser's config and where each of its weights lies. `beside` are other
+    parts among its tensors, by component. `values` are endings of the tensors whose values `read` looks at.
+    `text_kinds` are kinds of text encoders that no other family has.
+    """
+
+    mark: str
+    denoiser: Callable[[Stored], Part]
+    fits: Callable[[Stored], bool] = lambda stored: True
+    read: Callable[[SingleFile], SingleFile] = lambda found: found
+    beside: Mapping[str, Callable[[Stored], Part]] = field(default_factory=dict)
+    values: tuple[str, ...] = ()
+    text_kinds: Mapping[str, TextKind] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family: its parts by who reads them.
 
     `read_facts` takes a folder, and raises UsageError where a part is missing, damaged or of another kind. `recognizes`
-    takes a folder with the family's pipeline, and is for families that share one. `published` is the JSON file of the
-    published model; None means `architectures/NAME.json`.
+    takes a folder with the family's pipeline, and is for families that share one. `checkpoint` is None where no single
+    file is read.
     """
 
     name: str
@@ -406,7 +436,7 @@ class Family:
     lora_files: LoraFileSpec
     recognizes: Callable[[Path], bool] = lambda folder: True
     loras: tuple[tuple[str, float], ...] = ()  # files merged into the base model of this run, and the factor on each
-    published: Path | None = None
+    checkpoint: CheckpointSpec | None = None
 
     def reading(self, options: TextOptions) -> Family:
         """The same family, whose encoders read captions by these options wherever they are loaded."""

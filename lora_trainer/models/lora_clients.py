@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lora_trainer.export.diffusers import renamed_magnitudes
 from lora_trainer.export.keys import DORA_OVER, NUMBERED, T5, of_language_model
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import knows
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
 from lora_trainer.export.layout import Names, PublishedModel, rule_of, split_numbers
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
 from lora_trainer.models.published import public_architecture, published_layers
 

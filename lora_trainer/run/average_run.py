@@ -11,7 +11,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.export.convert import SourceFile
 from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
 from lora_trainer.lora_files.combining import unchanged_rows
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_source
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.reading import lora_of

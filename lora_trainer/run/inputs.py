@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
+from lora_trainer.core.families import families
 from lora_trainer.core.findings import Finding, counted
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.data.caches.sharing import in_use
@@ -24,8 +25,8 @@ from lora_trainer.data.split import MOST_COMPARED, split_validation
 from lora_trainer.data.steps import LargestStep, Lengths, StepArithmetic, largest_step, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
 from lora_trainer.models.folder import read_config, without_weights
 from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens
@@ -297,11 +298,10 @@ def refuse_controls(facts: ModelFacts, controls: int) -> None:
         )
         model = "the built-in base model" if facts.path == BASE_FOLDER else facts.name
         message = f"There {'is' if controls == 1 else 'are'} {counted(controls, 'control image')} for each image, and {model} {takes}."
-        fix = (
-            "Name fewer with control_images and control_columns."
-            if facts.most_controls
-            else "Name an edit model with --model, such as FLUX.2 klein, or remove control_images and control_columns."
-        )
+        fix = "Name fewer with control_images and control_columns."
+        if not facts.most_controls:
+            editing = [families()[name]["title"] for name, family in FAMILIES.items() if family.pipeline.edits_images]
+            fix = f"Name an edit model of {', '.join(editing)} with --model, or remove control_images and control_columns."
         raise UsageError(Problem("control_images_differ", message, fix))
 
 

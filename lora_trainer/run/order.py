@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.data.images.remote import is_url
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.console import Console as PlainConsole
 from lora_trainer.run.inputs import data_sources
 from lora_trainer.run_folder.progress import Watch, unwatched

@@ -19,7 +19,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 from lora_trainer.data.split import split_validation
 from lora_trainer.jobs.executors.local import kept_families
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.inputs import Inputs, read_inputs
 from lora_trainer.search.study import OBJECTIVES, SearchPlan, TrialRow
 from lora_trainer.search.trials import SearchRun, TrialEnd, run_trials, trial_settings, values_layer

@@ -22,7 +22,7 @@ from lora_trainer.core.launch import launched
 from lora_trainer.data.split import FEWEST_COMPARED
 from lora_trainer.jobs.executors.local import be_worker, kept_families, run_processes
 from lora_trainer.jobs.joint_jobs import settings_against
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.progress_line import duration
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.run.inputs import Inputs, read_inputs, with_absolute_paths

@@ -28,7 +28,7 @@ from lora_trainer.data.images.spans import content_of, open_bytes
 from lora_trainer.data.sample import Span
 from lora_trainer.data.sources.beside import CAPTION_ENDINGS
 from lora_trainer.data.sources.names import ending_of, is_image, masks_beside
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY
 from lora_trainer.models.published import public_architecture
 from lora_trainer.report.read import mapping, sequence

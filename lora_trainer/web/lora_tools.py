@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.bases.names import as_hub_part
 from lora_trainer.run_folder.record import RECORD
 from lora_trainer.web.asked_settings import Text

@@ -18,7 +18,7 @@ from lora_trainer.core.errors import Problem, UserError, gathering
 from lora_trainer.core.io import finite
 from lora_trainer.core.json_process import JsonProcess, open_streams, send
 from lora_trainer.jobs.folders import job_settings, shared_from_json
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.folder import claim
 from lora_trainer.run.inputs import list_data, read_model
 from lora_trainer.run.order import make_order

@@ -24,7 +24,8 @@ from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.gpu_rates import rate_of_gpu
-from lora_trainer.models import FAMILIES, unet
+from lora_trainer.models import unet
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.settings import settle
 from lora_trainer.training import fallbacks, feed
@@ -201,9 +202,9 @@ def test_the_device_name_includes_the_number_of_threads(monkeypatch, capsys):
 @pytest.mark.slow
 def test_several_models_are_measured_in_one_call(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
-    small = public_architecture(SMALL)
+    small = subject.small_unet()
     narrow = replace(small, denoiser={**small.denoiser, "block_out_channels": [32, 32, 32, 32]})
-    with patched(subject, "public_architecture", {SMALL: narrow}.__getitem__):
+    with patched(subject, "small_unet", lambda: narrow):
         assert main([arguments[0], "step", *arguments[1:], *"--subject own --subject small --steps 2".split()]) == 0
     output = capsys.readouterr().out
     assert output.index(f"{place.model.name} on ") < output.index("U-Net of 30 M weights")
@@ -218,7 +219,7 @@ def test_a_tiny_model_takes_small_images_of_its_own_step(name):
 
 
 def test_the_small_model_has_the_size_in_its_name():
-    small = public_architecture(SMALL)
+    small = subject.small_unet()
     with torch.device("meta"):
         denoiser = FAMILIES[small.facts.family].denoiser.make(small.denoiser)
     assert f"{small.facts.resolution} px" in SUBJECTS[SMALL]

@@ -22,7 +22,7 @@ from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import LINE, Cost, Estimate, VerdictPart
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from tests.export.tiny import facts, random_lora
 

@@ -26,7 +26,7 @@ from lora_trainer.evaluation.verdict import BY_SAMPLES, SCALES
 from lora_trainer.export.keys import OWN_VERSION
 from lora_trainer.export.lora_file import write_learned_tokens, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.run import encoding
 from lora_trainer.run.reading import read_as_trained

@@ -34,7 +34,7 @@ from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import BY_SAMPLES, SCALES
 from lora_trainer.export.lora_file import write_lora
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.phases import TILE, decoding_bytes, phase_costs
 from lora_trainer.models.vision_encoder import EncoderFolder, load_vision_encoder
 from lora_trainer.run.bases.encoder import find_encoder

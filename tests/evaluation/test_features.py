@@ -9,7 +9,7 @@ import torch
 from torch.nn import Identity
 
 from lora_trainer.evaluation.features import as_image, image_features
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import FeatureBlock
 from tests.export.tiny import tiny_pipeline
 

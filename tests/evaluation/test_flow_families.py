@@ -16,8 +16,8 @@ from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, o
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraWeights
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
 from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_t5
 

@@ -31,8 +31,8 @@ from lora_trainer.evaluation.validation_loss import EncodedSample, validation_lo
 from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, SCALES, VerdictPart
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders, Family
 from lora_trainer.models.memory.phases import Placement
 from tests.export.tiny import facts, random_lora

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lora_trainer.cli.main import main
 from lora_trainer.export.lora_file import FileLayout, write_lora
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from tests.export.tiny import facts, random_lora, tiny_pipeline
 

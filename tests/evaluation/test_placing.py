@@ -23,8 +23,8 @@ from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedMod
 from lora_trainer.evaluation.sample import Where, compare, draw
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.export.lora_file import write_lora
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.memory.phases import (
     Placement,

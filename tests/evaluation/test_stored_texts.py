@@ -10,8 +10,9 @@ import torch
 from lora_trainer.evaluation.encode import text_reader
 from lora_trainer.evaluation.loading import fresh_pipeline
 from lora_trainer.evaluation.placing import bring_pipeline, stored_texts
-from lora_trainer.models import FAMILIES, encoders
+from lora_trainer.models import encoders
 from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory import phases
 from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, captions_on_a_cpu, phase_costs
 from tests.export.tiny import tiny_pipeline

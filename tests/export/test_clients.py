@@ -13,7 +13,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.export.diffusers import diffusers_tensors
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_clients import Client, clients
 from lora_trainer.models.lora_names import convert_lora, inspect_lora, names_of, read_lora
 from tests.export.tiny import random_lora, tiny_pipeline

@@ -19,7 +19,7 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.export.lora_file import FileLayout, read_adapter, write_lora
 from lora_trainer.export.updates import DecomposedUpdate
 from lora_trainer.export.weights import AdapterWeights, LayerUpdate, shapes_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.lora_names import read_adapter as read_of_any_family
 from tests.export.tiny import facts, tiny_transformer

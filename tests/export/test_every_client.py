@@ -25,8 +25,8 @@ from lora_trainer.export.keys import resolve
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.updates import DecomposedUpdate
 from lora_trainer.export.weights import AdapterWeights, adaptable_modules, shapes_of
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_clients import clients
 from lora_trainer.models.lora_names import inspect_lora, names_of, read_adapter
 from tests.export.tiny import facts

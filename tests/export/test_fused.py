@@ -15,7 +15,7 @@ from lora_trainer.export.fused import join, ranks_for_header, split
 from lora_trainer.export.layout import fused
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
 from tests.export.tiny import facts
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lora_trainer.export.keys import kohya_name, resolve
 from lora_trainer.export.kohya import kohya_pairs
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 
 BLOCK = st.sampled_from(["down_blocks", "up_blocks"])
 INDEX = st.integers(0, 12).map(str)

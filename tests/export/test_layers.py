@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import weights_from_peft
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from tests.export.tiny import UNETS, facts, random_lora, tiny_pipeline, tiny_unet
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model

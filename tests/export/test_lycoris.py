@@ -14,7 +14,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.export.lora_file import FileLayout, read_adapter, write_lora
 from lora_trainer.export.weights import AdapterWeights, shapes_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from tests.export.tiny import facts, tiny_pipeline, tiny_transformer
 

@@ -18,7 +18,7 @@ from lora_trainer.export.layout import rule_of
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 from tests.export.tiny import facts
 
@@ -270,7 +270,8 @@ def test_names_of_transformers(family: str, style: str, tmp_path: Path) -> None:
     if style.startswith("diffusion_model"):
         pair = random_pair(4, 1, outs=sum(rule.shares) * WIDTH, alpha=2.0)
         tensors = peft_keys(style.format(original), pair) | {f"{style.format(original)}.alpha": torch.tensor(2.0)}
-        expected = pair.delta()[rule.part * WIDTH : (rule.part + 1) * WIDTH]
+        begin = sum(rule.shares[: rule.part]) * WIDTH
+        expected = pair.delta()[begin : begin + rule.shares[rule.part] * WIDTH]
     else:
         pair = random_pair(4, 1, alpha=2.0)
         underscored = style.startswith("lora_")

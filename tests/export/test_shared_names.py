@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lora_trainer.evaluation.loading import misfits
 from lora_trainer.export.weights import shapes_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from tests.export.tiny import tiny_pipeline, tiny_transformer
 

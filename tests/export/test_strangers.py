@@ -53,7 +53,7 @@ STRANGERS = {
     "PixArt": attention(1152, 1152),
     "Sana": attention(2240, 2240),
     "CogVideoX 5B": attention(3072, 3072),
-    "Lumina 2": pairs(blocks("transformer.layers.{}.attention.to_q"), 2304, 2304),
+    "a narrower transformer": pairs(blocks("transformer.layers.{}.attention.to_q"), 2304, 2304),
     "wide FLUX": pairs(blocks("transformer.single_transformer_blocks.{}.attn.to_q"), 2048, 2048),
     "wide FLUX, original": pairs(blocks("lora_unet_double_blocks_{}_img_attn_qkv"), 3 * 2048, 2048, KOHYA),
     "Stable Video Diffusion": pairs(

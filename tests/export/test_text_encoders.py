@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.evaluation.loading import load_onto
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 from tests.export.test_other_programs import HALF, ONE, kohya_keys
 from tests.export.tiny import ENDINGS, facts, tiny_pipeline

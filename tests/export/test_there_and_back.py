@@ -17,8 +17,9 @@ from lora_trainer.export.diffusers import ADAPTER_METADATA_KEY, adapter_metadata
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
+from tests.families.own import own_families
 
 UNET = (
     "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
@@ -42,6 +43,7 @@ HEADERS = {
         "qwen_image21": "qwen_image21",
         "krea2": "krea2",
         "anima": "anima",
+        **{name: own.HEADER[0] for name, own in own_families().items()},
     }.items()
 }
 # Alpha over rank: powers of two, others, and what rank-stabilized LoRA makes of alpha 2.

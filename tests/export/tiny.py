@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import (
@@ -63,6 +63,7 @@ from transformers import (
 from builtin_base.architecture import make_scheduler, make_tokenizer
 from lora_trainer.export.metadata import TrainingFacts
 from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
+from tests.families.own import own_families
 
 ENDINGS = ("to_q", "to_k", "to_v", "to_out.0")
 SD2_TEXT_WIDTH = 1024  # what 2.x is known by, also in miniature
@@ -119,6 +120,10 @@ CHAT = (
 def tiny_pipeline(folder: Path, family: str = "sd15") -> DiffusionPipeline:
     """A family's pipeline with random weights; the tokenizer's files go into `folder`."""
     torch.manual_seed(0)
+    if family in own_families():
+        pipeline = own_families()[family].tiny_pipeline()
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
     tokenizer = make_tokenizer(folder)
     if family in TRANSFORMERS:
         return tiny_flow_pipeline(tokenizer, family)
@@ -284,6 +289,8 @@ def tiny_edit_pipeline(kind: str, transformer: torch.nn.Module) -> DiffusionPipe
 
 def tiny_transformer(kind: str) -> torch.nn.Module:
     """The middle of the table of positions of `sd3.5` is what is kept of it, as of the published ones."""
+    if kind in own_families():
+        return cast("torch.nn.Module", own_families()[kind].tiny_transformer())
     if kind == "z_image":
         sizes: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
         places = {"axes_dims": (4, 6, 6), "axes_lens": (1024, 256, 256)}

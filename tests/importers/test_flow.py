@@ -13,8 +13,9 @@ from lora_trainer.config.layers import Resolved
 from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
 from lora_trainer.importers.imported import Imported, import_file
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from tests.export.tiny import tiny_transformer
+from tests.families.own import own_families
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:
@@ -438,6 +439,7 @@ NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "qwen_image21": (("qwen_image_2",), (), ()),
     "krea2": (("krea2",), ("krea2",), ("KREA_2",)),
     "anima": (("anima",), ("anima",), ("ANIMA",)),
+    **{name: own.OTHER_TRAINERS for name, own in own_families().items()},
 }
 
 

@@ -14,7 +14,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.config.schema import SampleSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.importers.imported import Imported, import_file
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.optim.layers import last_match, layer_notes
 

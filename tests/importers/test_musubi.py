@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -16,9 +15,10 @@ from torch import nn
 from lora_trainer.adapters.target_modules import target_modules, unread_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.families import families
 from lora_trainer.diffusion.timesteps import Shift, flow_times
 from lora_trainer.importers.imported import Imported, import_file
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from tests.export.tiny import tiny_transformer
 from tests.importers.test_flow import drawn, line_of
 
@@ -91,10 +91,9 @@ LINES = {
 
 @pytest.mark.parametrize("family", SCRIPTS)
 def test_a_shift_by_size_is_the_same_line_where_the_import_says_so(family: str, tmp_path: Path) -> None:
-    configs = resources.files("lora_trainer.models.single") / "configs" / f"{family}.json"
     (tmp_path / "scheduler").mkdir()
     for name, place in (("model_index", "model_index.json"), ("scheduler", "scheduler/scheduler_config.json")):
-        (tmp_path / place).write_text(json.dumps(json.loads(configs.read_text("utf-8"))[name]), encoding="utf-8")
+        (tmp_path / place).write_text(json.dumps(families()[family]["single_file"][name]), encoding="utf-8")
     own = FAMILIES[family].denoiser.make_process(tmp_path).times.shift
     found = {}
     for name, (x1, y1, x2, y2, side) in LINES.items():

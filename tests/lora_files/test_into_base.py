@@ -18,7 +18,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.core.tensorfile import hash_of_tensors
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, shapes_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
 from tests.export.tiny import facts
 from tests.models.single.originals import flow_checkpoint, unet_checkpoint, write

@@ -21,7 +21,7 @@ from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.updates import DecomposedUpdate, to_lora
 from lora_trainer.export.weights import AdapterWeights, LoraPair, adaptable_modules, shapes_of
 from lora_trainer.lora_files.base_layers import read_base
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_adapter, read_lora
 from lora_trainer.models.quantization.stored_forms import WeightReader
 from tests.export.tiny import facts

@@ -16,7 +16,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.export.lora_file import FileLayout, write_lora
 from lora_trainer.export.updates import DecomposedUpdate
 from lora_trainer.export.weights import AdapterWeights, adaptable_modules
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_adapter
 from tests.export.tiny import facts
 from tests.recipes.recipe import save_tiny_model

@@ -15,11 +15,12 @@ from lora_trainer.memory_plan.profiles import (
     MemoryModel,
     Sizes,
     is_published,
+    stored_families,
     stored_memory_model,
     stored_profile,
 )
 from lora_trainer.memory_plan.trace import make_subject, trace
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture, Family, ModelFacts
 from lora_trainer.models.published import public_architecture
 
@@ -109,8 +110,8 @@ def test_the_other_profiles_are_what_traces_find(family, targets, precision, blo
 
 def test_sd35_meets_the_reference_with_equal_inputs(monkeypatch):
     """The reference had half as much text, and the whole position table in fp32."""
-    monkeypatch.setattr("lora_trainer.models.sd3.LARGEST_SIDE", 384)
-    monkeypatch.setattr("lora_trainer.models.sd3.T5_TOKENS", 77)
+    monkeypatch.setattr("lora_trainer.models.families.sd3.LARGEST_SIDE", 384)
+    monkeypatch.setattr("lora_trainer.models.families.sd3.T5_TOKENS", 77)
     for blocks, gib, tflop in ((0, 12.10, 26.5), (24, 5.70, 37.8)):
         found = traced("sd3", "attention", Sizes(16, 1, 128**2, blocks), (128, 128))
         in_fp32 = 2 * 384**2 * 1536 / GIB
@@ -156,7 +157,7 @@ def test_the_profiles_of_transformers_are_what_traces_find(family, blocks, recom
         assert predicted.flops == pytest.approx(found.flops, rel=0.01)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", stored_families())
 def test_quantization_and_each_swapped_block_free_gpu_memory(family):
     memory_model = stored_memory_model(public_architecture(family), "attention")
     assert memory_model is not None
@@ -175,7 +176,7 @@ def test_quantization_and_each_swapped_block_free_gpu_memory(family):
         assert 0 < visiting[-1] < 0.7 * visiting[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", stored_families())
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_more_swapped_blocks_never_need_more_memory(family, precision):
     profile = stored_profile(family, "attention", precision)

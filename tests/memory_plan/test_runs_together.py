@@ -16,7 +16,7 @@ from lora_trainer.memory_plan.estimate import GIB, Demand, parts_of, runs_togeth
 from lora_trainer.memory_plan.memory_model import traced_memory_model
 from lora_trainer.memory_plan.profiles import stored_memory_model
 from lora_trainer.memory_plan.trace import META, Account, Subject, _micro_batch, _step_context, make_subject, trace
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.plans.plan import Plan, make_plan

@@ -21,13 +21,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
-from lora_trainer.models.anima import cosmos_transformer
 from lora_trainer.models.attention.backends import BACKENDS, KERNELS, cache_signature, set_attention_backend
 from lora_trainer.models.attention.choose import choose_attention, fastest_attention
 from lora_trainer.models.attention.probe import probe, time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of, small_shapes
 from lora_trainer.models.compiled import compile_blocks, count
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.anima import cosmos_transformer
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from tests.export.tiny import tiny_transformer, tiny_unet
 

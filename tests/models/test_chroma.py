@@ -18,10 +18,10 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.weights import LoraWeights
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import TextOptions
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks

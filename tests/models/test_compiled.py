@@ -19,7 +19,6 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.cli.main import main
 from lora_trainer.core import compilations
 from lora_trainer.core.compilations import keep_compilations
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import (
     Compiled,
     compile_blocks,
@@ -28,6 +27,7 @@ from lora_trainer.models.compiled import (
     is_compiler_error,
     repeated_blocks,
 )
+from lora_trainer.models.families import FAMILIES
 from tests.conftest import needs_links
 from tests.export.tiny import T5_WIDTH, TRANSFORMERS, UNETS, tiny_transformer, tiny_unet
 

@@ -18,10 +18,10 @@ from transformers import T5Config, T5EncoderModel
 from lora_trainer.benchmarks.turns import little_garbage
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket
-from lora_trainer.models import FAMILIES, sd3
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.encoders import offloaded_text
+from lora_trainer.models.families import FAMILIES, sd3
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.flow_schedule import read_flow_schedule
 from lora_trainer.models.published import public_architecture

@@ -12,8 +12,9 @@ import torch
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
-from lora_trainer.models import FAMILIES, kept
+from lora_trainer.models import kept
 from lora_trainer.models.attention.backends import set_attention_backend
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from tests.export.tiny import tiny_pipeline

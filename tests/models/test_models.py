@@ -14,13 +14,14 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import heard
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import TextOptions
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.published import public_architecture
 from tests.export.tiny import tiny_pipeline
+from tests.families.own import own_families
 
 CPU = torch.device("cpu")
 SD15 = FAMILIES["sd15"]
@@ -37,6 +38,7 @@ PARAMETERS = {
     "qwen_image21": 7115,
     "krea2": 12820,
     "anima": 1956,
+    **{name: own.MILLIONS for name, own in own_families().items()},
 }  # millions, as published
 
 
@@ -101,6 +103,7 @@ TEXT_KEYS = {
     "qwen_image21": f"{ONE_ENCODER}-torch.float16-before norm",
     "krea2": f"{ONE_ENCODER}-torch.float16",
     "anima": "3e49a293ebac8d821c4f052786b25819-torch.float16",
+    **{name: own.TEXT_KEY for name, own in own_families().items()},
 }
 
 

@@ -10,7 +10,7 @@ from diffusers import AnimaModularPipeline, Krea2Pipeline
 
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from tests.export.tiny import random_lora, tiny_transformer
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from lora_trainer.models import FAMILIES
-from lora_trainer.models.published import SHAPES, published_layers
+from lora_trainer.core.families import families
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.published import published_layers
 from write_layer_shapes import layers_of
 
 FAST = ("sd15", "flux2", "anima")
@@ -18,7 +17,7 @@ FAST = ("sd15", "flux2", "anima")
 )
 def test_stored_layers_are_up_to_date(family: str):
     """`scripts/write_layer_shapes.py` writes them."""
-    assert json.loads(SHAPES.read_text(encoding="utf-8"))[family] == layers_of(family)
+    assert families()[family]["layers"] == layers_of(family)
 
 
 def test_every_family_has_its_layers():

@@ -22,9 +22,9 @@ from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw, load_controls, read_rows
-from lora_trainer.models import FAMILIES, qwen_image
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.encoders import offloaded_text
+from lora_trainer.models.families import FAMILIES, qwen_image
 from tests.recipes.recipe import save_tiny_model
 
 CPU = torch.device("cpu")

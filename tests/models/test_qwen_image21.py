@@ -24,10 +24,10 @@ from lora_trainer.evaluation.sample import draw
 from lora_trainer.export.diffusers import diffusers_tensors
 from lora_trainer.export.kohya import kohya_tensors
 from lora_trainer.export.layout import rule_of
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.autoencoder import image_decoder, load_vae
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_clients import clients
 from lora_trainer.models.lora_names import inspect_lora, names_of
 from lora_trainer.models.memory.block_swap import swap_blocks

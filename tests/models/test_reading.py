@@ -11,7 +11,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders, TextOptions
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.unet import load_tokenizer

@@ -19,8 +19,8 @@ from lora_trainer.data.views import Framing, views_of
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.training.micro_batch import MicroBatch
 from tests.export.tiny import UNETS, tiny_pipeline
 

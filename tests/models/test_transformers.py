@@ -13,9 +13,9 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.diffusion.process import Process, flow_signal, usual_process
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.flux import predict as flux_predict
 from lora_trainer.models.family import Family
-from lora_trainer.models.flux import predict as flux_predict
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks, checkpointed_blocks
 from lora_trainer.models.published import public_architecture
 

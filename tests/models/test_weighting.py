@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.unet import load_tokenizer
 from lora_trainer.models.weighting import read_tokens

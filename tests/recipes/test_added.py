@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions, AdapterSpec
 from lora_trainer.cli.main import main
+from lora_trainer.core.families import families
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.export.layout import Rule
 from lora_trainer.export.lora_file import plain_forms
 from lora_trainer.export.updates import FactorUpdate
 from lora_trainer.export.weights import module_name
-from lora_trainer.models import FAMILIES, sd15
 from lora_trainer.models.autoencoder import load_vae, vae_facts
+from lora_trainer.models.families import FAMILIES, sd15
 from lora_trainer.models.family import DenoiserSpec, Family, FeatureBlock, LoraFileSpec, ModelFacts, PipelineSpec
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen
@@ -254,6 +255,7 @@ MIXER = Family(
     ),
 )
 PUBLISHED = {
+    "title": "Mixer",
     "facts": {
         "resolution": 512,
         "latent_channels": 4,
@@ -278,10 +280,9 @@ PUBLISHED = {
 
 @pytest.fixture
 def mixer_bench(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """The family in the table, the file of its published model, and a tiny model of it."""
-    published = tmp_path / "mixer.json"
-    published.write_text(json.dumps(PUBLISHED), encoding="utf-8")
-    monkeypatch.setitem(FAMILIES, "mixer", replace(MIXER, published=published))
+    """The family in the table, what its JSON file would hold, and a tiny model of it."""
+    monkeypatch.setitem(families(), "mixer", PUBLISHED)
+    monkeypatch.setitem(FAMILIES, "mixer", MIXER)
     model = tmp_path / "model"
     shutil.copytree(bench.model, model)
     shutil.rmtree(model / "unet")

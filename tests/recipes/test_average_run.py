@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_adapter, read_lora
 from lora_trainer.run.release import lora_weights
 from lora_trainer.training.checkpoints.checkpoint import read_checkpoint

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.base_loras import base_digest, with_loras
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PLAIN, Family
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.models.quantization.store import make_quantizer

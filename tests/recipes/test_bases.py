@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.run.bases.find import find_base

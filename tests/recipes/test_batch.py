@@ -23,7 +23,8 @@ from lora_trainer.core.io import write_json
 from lora_trainer.jobs import job_document, job_state, job_store, worker
 from lora_trainer.jobs.job_state import Ending, NewJob
 from lora_trainer.jobs.job_store import JobStore, open_batch
-from lora_trainer.models import FAMILIES, kept
+from lora_trainer.models import kept
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run.train import RunResult
 from lora_trainer.run_folder.record import Record

@@ -18,7 +18,7 @@ from lora_trainer.data.caches.entries import write_entries
 from lora_trainer.data.caches.files import entry_path
 from lora_trainer.data.loader import Batch, CachedData
 from lora_trainer.data.steps import Ref
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.run import caching, session
 from lora_trainer.training import feed

@@ -13,10 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
-from lora_trainer.models import flux, flux2, z_image
+from lora_trainer.models.families import flux, flux2, sd3, z_image
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.published import public_architecture
-from lora_trainer.models.single import tokenizers, transformers, unet
+from lora_trainer.models.single import tokenizers, unet
 from tests.models.single.originals import (
     flow_checkpoint,
     flux2_checkpoint,
@@ -71,7 +71,7 @@ def smaller(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small = {"sample_size": 8} if "sample_size" in published.denoiser else {}
         return replace(published, denoiser={**published.denoiser, **small})
 
-    for module in (unet, transformers):
+    for module in (unet, flux, flux2, sd3, z_image):
         monkeypatch.setattr(module, "public_architecture", public)
     for module in (flux, flux2, z_image):  # whose configs do not store it either
         monkeypatch.setattr(module, "SIDE", 8)

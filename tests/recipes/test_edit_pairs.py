@@ -22,7 +22,7 @@ from lora_trainer.data.images.pixels import read_shown
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import ControlImage
 from lora_trainer.data.views import Framing, views_of
-from lora_trainer.models import FAMILIES, qwen_image
+from lora_trainer.models.families import FAMILIES, qwen_image
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.run import caption_agreement, find_micro
 from lora_trainer.training.micro_batch import MicroBatch

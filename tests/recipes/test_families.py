@@ -12,12 +12,13 @@ import torch
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, judged, without_lora
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.run import caching
+from tests.families.own import own_families
 from tests.recipes.recipe import (
     Bench,
     draw_images,
@@ -55,6 +56,7 @@ AT_1024 = (
     "qwen_image21",
     "krea2",
     "anima",
+    *own_families(),
 )  # the gate's pixels for them, as no config sets fewer: ten times as slow
 
 
@@ -170,6 +172,7 @@ def test_the_header_names_the_base_model_as_other_programs_do(trained):
         "krea2": ("krea2", "False", "Krea-2/lora", None),
         "krea2-turbo": ("krea2", "False", "Krea-2/lora", None),
         "anima": ("anima", "False", "anima/lora", None),
+        **{name: own.HEADER for name, own in own_families().items()},
     }
     keys = ("ss_base_model_version", "ss_v2", "modelspec.architecture", "modelspec.prediction_type")
     header = header_of(trained.folder("cat") / "cat.safetensors")

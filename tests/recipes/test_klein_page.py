@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.cli.main import main
-from lora_trainer.models import flux2
+from lora_trainer.models.families import flux2
 from tests.recipes.recipe import QUICK, draw_images, save_tiny_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"

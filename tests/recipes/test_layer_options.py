@@ -73,7 +73,7 @@ def test_the_exported_weights_reproduce_the_trained_model(name: str, place: Tiny
 
 
 def _family():
-    from lora_trainer.models import FAMILIES
+    from lora_trainer.models.families import FAMILIES
 
     return FAMILIES["sd15"]
 

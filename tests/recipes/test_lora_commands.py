@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.cli.main import main
 from lora_trainer.export.lora_file import write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from tests.export.tiny import facts
 

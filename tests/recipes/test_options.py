@@ -18,7 +18,7 @@ from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.export.lora_file import FileLayout, read_lora, write_lora
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run import flow
 from lora_trainer.run.release import lora_weights
 from tests.export.tiny import facts, tiny_pipeline

@@ -14,7 +14,7 @@ from lora_trainer.diffusion import loss as loss_module
 from lora_trainer.evaluation import sample as sample_module
 from lora_trainer.evaluation.lora_check import check_lora
 from lora_trainer.evaluation.sample import compare
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run import release, uncached
 from tests.recipes.recipe import Bench, contents, exported, losses, record, rows
 

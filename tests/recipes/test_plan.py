@@ -13,7 +13,7 @@ import torch
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import preset_layers
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.choices import Choice, planned_choices
 from lora_trainer.run.file_sizes import CHECKPOINT_HEAD, NAMED, STATE_OF, cache_bytes, run_bytes

@@ -14,7 +14,7 @@ from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.models.quantization import layers
 from lora_trainer.run.inputs import read_model

@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation.loading import adapted_modules, components_of, judged
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from tests.recipes.recipe import Bench, draw_images, header_of, record, rows, save_tiny_model

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import write
 

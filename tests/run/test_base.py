@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import places_of_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers

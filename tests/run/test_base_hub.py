@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import weights_digest, without_weights
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single.recognize import recognize

@@ -22,7 +22,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.doctor.facts import TorchDevice
 from lora_trainer.doctor.this_run import describe_run
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, GIB, LARGEST_SHARE, usable_gib
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices
 from lora_trainer.run.choices import (

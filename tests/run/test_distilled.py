@@ -14,7 +14,7 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.config.schema import Config, LossSection, ModelSection
 from lora_trainer.diffusion.timesteps import UNIFORM, Shift, Times, few_step_timesteps
 from lora_trainer.evaluation.lora_check import effort_on
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.noise_schedule import make_scheduler
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.messages import distilled_line

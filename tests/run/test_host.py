@@ -13,7 +13,7 @@ from lora_trainer.config.presets import preset_layers
 from lora_trainer.core.errors import UsageError
 from lora_trainer.memory_plan.estimate import GIB
 from lora_trainer.memory_plan.host import base_note, weight_bytes
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.phases import drawn_on_a_cpu, held_bytes, phase_costs
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run import choices

@@ -115,7 +115,7 @@ from lora_trainer.run.libraries import import_libraries
 resolved = resolve([])
 import_libraries(resolved.config)
 assert sys.modules["bitsandbytes"] is None
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora

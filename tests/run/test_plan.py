@@ -29,14 +29,15 @@ from lora_trainer.memory_plan.estimate import (
     parts_of,
     refuse_what_does_not_fit,
 )
-from lora_trainer.models import FAMILIES
+from lora_trainer.memory_plan.profiles import stored_families
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.plans.page import every_plan
 from lora_trainer.run.plans.plan import Plan, computed_in, make_plan
 from lora_trainer.run.plans.view import duration, lines
 from lora_trainer.run.settings import settle
 
 PARTS = ("weights_gib", "adapter_gib", "optimizer_gib", "activations_gib", "overhead_gib")
-ALL_COMBINATIONS = 6 * 3 * len(FAMILIES)
+ALL_COMBINATIONS = 6 * 3 * len(stored_families())
 
 
 def plan_for(*presets: str, family: str = "sdxl", **settings: object) -> Plan:

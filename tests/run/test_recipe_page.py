@@ -14,12 +14,14 @@ from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.config.options import suited
 from lora_trainer.config.presets import family_layers, preset_layers
 from lora_trainer.config.toml import parse_assignment
+from lora_trainer.core.families import families
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.dataset_check.whole_set import check_plan
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.inputs import arithmetic
+from tests.families.own import own_families
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text("utf-8")
 IMAGES = {"subject": 15, "style": 60, "concept": 500}
@@ -34,6 +36,7 @@ HEADINGS = {
     "Z-Image": "z_image",
 }
 HEADINGS |= {"Qwen-Image": "qwen_image", "Qwen-Image 2.1": "qwen_image21", "Krea 2": "krea2", "Anima": "anima"}
+HEADINGS |= {families()[name]["title"]: name for name in own_families()}
 
 
 def commands() -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from lora_trainer.adapters.lora import inject_lora, sum_updates
 from lora_trainer.adapters.target_modules import matching_modules
 from lora_trainer.config.layers import Layer
 from lora_trainer.memory_plan.estimate import parts_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.texts import EncoderSize, TextSizes
 from lora_trainer.models.t5 import T5_TARGETS
 from lora_trainer.models.unet import CLIP_TARGETS

@@ -11,7 +11,7 @@ from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Family
 from lora_trainer.run.settings import refuse_guidance, refuse_unchecked
 

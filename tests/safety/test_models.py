@@ -19,8 +19,8 @@ from lora_trainer.core import tensorfile
 from lora_trainer.core.errors import UsageError
 from lora_trainer.models.autoencoder import load_vae
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families.sd15 import FAMILY, load_text_encoder
 from lora_trainer.models.places import Place, laid_out_models, write_places
-from lora_trainer.models.sd15 import FAMILY, load_text_encoder
 from lora_trainer.models.unet import load_tokenizer, load_unet
 
 CPU, FP32 = torch.device("cpu"), torch.float32

@@ -16,11 +16,12 @@ from PIL import Image
 from lora_trainer.config import schema
 from lora_trainer.config.tables import names_for
 from lora_trainer.config.toml import setting_names
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.single import tokenizers
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.run import Run
+from tests.families.own import own_families
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.recipes.recipe import draw_images
@@ -239,6 +240,15 @@ CASES: dict[str, Case] = {
         "data__resolution": 64,
         "lora__target_modules": "attention+ff",
         "captions__dropout": 0.3,
+    },
+    **{
+        name: {
+            "family": name,
+            "data__resolution": 64,
+            "lora__target_modules": "attention+ff",
+            "captions__dropout": 0.3,
+        }
+        for name in own_families()
     },
     "noise": {
         "noise__offset": 0.1,

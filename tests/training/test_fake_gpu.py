@@ -26,11 +26,11 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.drift import base_visits, drift
 from lora_trainer.evaluation.placing import bring_pipeline
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.attention.choose import AttentionChoice
 from lora_trainer.models.attention.shapes import shapes_of
 from lora_trainer.models.drawing import prompted, read_prompts
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.quantization.layers import place_layers
 from lora_trainer.models.quantization.store import Narrow
 from lora_trainer.training import build
@@ -38,6 +38,7 @@ from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.micro_batch import make_micro_batch
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.step import StepSettings, train_step
+from tests.families.own import own_families
 from tests.recipes.recipe import save_tiny_model
 
 GPU, CPU, BF16 = torch.device("meta"), torch.device("cpu"), torch.bfloat16
@@ -57,6 +58,7 @@ KINDS: dict[str, tuple[str, Precision, tuple[float, ...]]] = {
     "qwen_image21": ("qwen_image21", "bf16", ()),
     "krea2": ("krea2", "bf16", ()),
     "anima": ("anima", "bf16", ()),
+    **{name: (name, "bf16", ()) for name in own_families()},
 }
 ALIKE = ("sdxl", "sd3.5", "flux-schnell")  # sampled like the other flavor
 CAPTIONS = ("a ring", (("a red", 1.0), (" ring", 1.3)))

@@ -18,7 +18,7 @@ from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, scaled_linear_alphas
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.optim.clipping import clip_by_norm, clip_by_value
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.micro_batch import MicroBatch

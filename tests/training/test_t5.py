@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.training.step import backward
 from tests.training.test_texts import gradients, lit
 

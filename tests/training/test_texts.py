@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.checkpoints.save import restore
 from lora_trainer.training.run import Run

@@ -19,7 +19,7 @@ from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import LossSection, OptimizerSection
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import usual_process
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.block_swap import SwappedBlock, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.quantization import four_bits

@@ -11,7 +11,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.benchmarks.trials.memory import own_tensors
 from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.memory_plan.trace import Subject, Watched, _micro_batch, make_subject, trace
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.memory import offload

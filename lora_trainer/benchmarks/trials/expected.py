@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.benchmarks.subject import BenchSubject, thinned
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, FRAGMENTATION, GIB, Demand, Parts, parts_of
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.block_swap import swapped_count
 from lora_trainer.models.memory.checkpointing import checkpointed_blocks
 from lora_trainer.run.plans.plan import architecture_of, make_demand

@@ -51,17 +51,17 @@ class ModelSection(Section):
     flavor: Flavor | None = setting(
         None,
         "fixed in effect",
-        "which of several models with the same architecture a checkpoint is: `base` or `turbo` of Z-Image, Krea 2 and Qwen-Image 2.1, `base` or `distilled` of FLUX.2 klein, `dev` or `kontext` of FLUX.1, `base`, `edit`, `edit-2509` or `edit-2511` of Qwen-Image",
+        "which of several models with the same keys a checkpoint is, such as `base` or `turbo`; `models.md` lists those of each family",
     )
     prediction_type: PredictionType | None = setting(
         None,
         "fixed in effect",
-        "what a checkpoint of SD1.x, SD2.x or SDXL predicts, `epsilon` or `v_prediction`, where its keys and metadata do not show it; empty means what they show",
+        "what a checkpoint with a U-Net predicts, `epsilon` or `v_prediction`, where its keys and metadata do not show it; empty means what they show",
     )
     training_adapter: str | None = setting(
         None,
         "fixed in effect",
-        "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as Z-Image Turbo",
+        "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as those called Turbo",
     )
     loras: dict[str, Annotated[float, Field(ge=-10.0, le=10.0)]] = setting(
         {},
@@ -203,7 +203,7 @@ class SourceSection(Section):
     )
     control_images: tuple[str, ...] = Field(
         (),
-        description="folders of control images with the same names, for edit models (FLUX.1 Kontext, FLUX.2 klein, Qwen-Image-Edit); each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
+        description="folders of control images with the same names, for edit models; each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
     )
     control_columns: tuple[str, ...] = Field(
         (), description="columns of the source's table that name control images, in place of folders or beside them"

@@ -18,7 +18,7 @@ from lora_trainer.core.interrupt import end_quickly, listening, signal_itself
 from lora_trainer.jobs.job_state import WAIT_MINUTES
 from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.jobs.worker import SAFE, work
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.order import plain_console
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ def small_shapes(denoiser: nn.Module) -> tuple[AttentionShape, ...]:
 def _forgetting(denoiser: nn.Module) -> Iterator[None]:
     """Leave the modules' plain attributes as they were, and those of plain objects that modules hold.
 
-    Tables of places that are computed in the first pass and kept there, as Z-Image's are, would have no data.
+    Tables of places that are computed in the first pass and kept there would have no data.
     """
     modules = list(denoiser.modules())
     plain = [value for module in modules for value in vars(module).values() if hasattr(value, "__dict__")]

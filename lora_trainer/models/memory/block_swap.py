@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lora_trainer.models.memory.checkpointing import repeated_kinds
+
 ALIGNMENT = 512  # bytes, as CUDA's allocator aligns: kernels may choose by it
-# Where a denoiser does not name its own.
-REPEATED = ("BasicTransformerBlock", "ResnetBlock2D", "JointTransformerBlock", "CosmosTransformerBlock")
 LEAST_SHARE = 1 / 8  # of the largest block: what is smaller frees little, and would hide no copy
 STAGES = {"down_blocks": 0, "mid_block": 1, "up_blocks": 2}  # of a U-Net, which registers its middle last
 BLOCK_SWAP = "_streaming"
@@ -33,7 +33,7 @@ BLOCK_SWAP = "_streaming"
 
 def swappable_blocks(denoiser: nn.Module) -> list[nn.Module]:
     """The blocks that can be swapped, in the order in which they run: those that repeat, without the smallest."""
-    kinds = {*(getattr(denoiser, "_repeated_blocks", None) or ()), *REPEATED}
+    kinds = repeated_kinds(denoiser)
     found = {name: module for name, module in denoiser.named_modules() if type(module).__name__ in kinds}
     sizes = {name: frozen_bytes(module) for name, module in found.items()}
     least = LEAST_SHARE * max(sizes.values(), default=0)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import CheckpointingMode
 
 FLAG = "gradient_checkpointing"
+OF_UNETS = ("BasicTransformerBlock", "ResnetBlock2D")
 
 
 def checkpointable_blocks(denoiser: nn.Module) -> list[nn.Module]:
@@ -50,6 +51,15 @@ def named_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
         lists = {name: part for name, part in denoiser.named_children() if isinstance(part, nn.ModuleList)}
         return {f"{name}.{index}": block for name, part in lists.items() for index, block in enumerate(part)}
     return {name: module for name, module in denoiser.named_modules() if hasattr(module, FLAG)}
+
+
+def repeated_kinds(denoiser: nn.Module) -> set[str]:
+    """The names of the classes of its blocks: those that diffusers compiles, or where it lists none those that it keeps whole.
+
+    The convolutions of U-Nets repeat as well, though diffusers lists them for no model.
+    """
+    own = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
+    return {*own, *OF_UNETS}
 
 
 def is_transformer(denoiser: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """GPU memory of a run's phases besides its training steps: encoding, the LoRA gate, generating images. No torch.
 
 All of them run without gradients, so their memory is weights and a number of values for each pixel, place of the
-latents or caption. These numbers were traced on the published models (`architectures/NAME.json`, `phases`), and are
+latents or caption. These numbers were traced on the published models (`phases` of `families/NAME.json`), and are
 used for every model of the family. Where a phase does not fit as it is, parts take turns on the GPU and layers of
 the denoiser are offloaded: the results are the same, and only time is lost.
 """
@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_trainer.core.families import families
 from lora_trainer.core.findings import counted
 from lora_trainer.models.folder import places_of_weights, shapes_of_weights
 from lora_trainer.models.places import stored_weights
-from lora_trainer.models.published import read_published
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import Blocks
@@ -55,7 +55,7 @@ class PhaseCosts:
 @cache
 def phase_costs(family: str) -> PhaseCosts:
     """The published model's."""
-    costs = read_published(family)["phases"]
+    costs = families()[family]["phases"]
     layers = tuple((count, width, inner) for count, width, inner in costs.get("text_layers", ()))
     return PhaseCosts(**{**costs, "text_encoders": tuple(costs["text_encoders"]), "text_layers": layers})
 

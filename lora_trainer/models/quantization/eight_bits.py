@@ -2,7 +2,7 @@
 
 Either float8 e4m3 (arXiv:2209.05433) or int8, symmetric around 0. A layer holds its weight in one byte a number, its
 scale [out, 1, …] and its bias in the compute dtype: nothing else is on the GPU between steps. Float8 is stored as
-its bits, in uint8: models that read a weight's dtype (Z-Image's time embedding) would compute in any floating one.
+its bits, in uint8: models that read a weight's dtype (some do, in their time embedding) would compute in any floating one.
 
 A linear layer's backward pass needs its weight. Casting a layer up before its forward pass, as diffusers' layer-wise
 casting and torchao's weight-only layers do, makes autograd keep the wide copy of every layer until then, so that no

@@ -11,7 +11,7 @@ from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.models.autoencoder import CHANNELS, USUAL, VIDEOS
 from lora_trainer.models.folder import read_config, tokenizer_folder
 from lora_trainer.models.single.stored import Stored, refuse_not_read
-from lora_trainer.models.single.texts import TEXTS, kind_of_file
+from lora_trainer.models.single.texts import kind_of_file, text_encoders_of
 
 SHOWN = 6  # names in a message
 USUAL_SCALE = 0.18215  # diffusers' own, where a config names none
@@ -90,7 +90,8 @@ def find_text_parts(named: Path, wanted: set[str], family: str) -> dict[str, Pat
     if "tokenizer" in wanted and named.is_dir() and tokenizer_folder(named) == "processor":
         there["tokenizer"] = named / "processor"
     files = [named] if named.is_file() else sorted([*named.glob("*.safetensors"), *named.glob("*.gguf")])
-    sought = {name: TEXTS[family][name][0] for name in sorted(wanted - set(there)) if name in TEXTS.get(family, {})}
+    encoders = text_encoders_of(family)
+    sought = {name: encoders[name][0] for name in sorted(wanted - set(there)) if name in encoders}
     held = [*sorted(there), *(file.name for file in files)]
     if not held:
         message = f"model.text_encoders: {named} holds neither text_encoder/ nor tokenizer/, with or without a number, nor files."

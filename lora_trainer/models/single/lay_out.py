@@ -11,14 +11,15 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.families import families
 from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.core.io import write_json
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import (
     check_part,
     places_of_weights,
@@ -31,14 +32,15 @@ from lora_trainer.models.folder import (
 from lora_trainer.models.places import Place, laid_out_models, prune_laid_out, write_places
 from lora_trainer.models.qwen_edit import READER, SETTINGS
 from lora_trainer.models.single.fitting import check_vae
-from lora_trainer.models.single.recognize import SingleFile, recognize
-from lora_trainer.models.single.stored import Part, Stored, refuse_not_read
-from lora_trainer.models.single.texts import MAY_LACK, TEXTS, TOKENIZERS_ALONE, text_part
-from lora_trainer.models.single.tokenizers import LACK_TOKENIZER, copy_small, copy_tokenizer
-from lora_trainer.models.single.transformers import BESIDE, TRANSFORMERS
-from lora_trainer.models.single.unet import unet_part
+from lora_trainer.models.single.recognize import recognize
+from lora_trainer.models.single.stored import Part, SingleFile, Stored, refuse_not_read
+from lora_trainer.models.single.texts import text_encoders_of, text_part, tokenizers_alone
+from lora_trainer.models.single.tokenizers import copy_small, copy_tokenizer, origins
 from lora_trainer.models.single.vae import vae_part
 from lora_trainer.models.single.video_vae import is_video_vae, video_vae_part
+
+if TYPE_CHECKING:
+    from lora_trainer.models.family import CheckpointSpec
 
 VERSION = 5  # of the layout; raise it when the same file becomes another folder
 SHOWN_OF_NAME = 40
@@ -101,12 +103,13 @@ def lay_out(base: Path | SingleFile, parts: Parts | None = None, *, kept: bool =
 def lacking_parts(base: Path | SingleFile) -> set[str]:
     """The text encoders and tokenizers of its family that a checkpoint or a folder lacks. Raises UsageError."""
     if isinstance(base, SingleFile):
-        kinds = TEXTS.get(base.family, {})
+        kinds = text_encoders_of(base.family)
         absent = {name for name, (_, prefix) in kinds.items() if not _is_usable(base.part(prefix))}
-        lacking = {tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or kind in LACK_TOKENIZER}
-        return absent | lacking | set(TOKENIZERS_ALONE.get(base.family, {}))
+        lacking = {tokenizer_of(name) for name, (kind, _) in kinds.items() if name in absent or origins(kind)}
+        return absent | lacking | set(tokenizers_alone(base.family))
     family = detect_family(base)
-    names = (*TEXTS.get(family, {}), *map(tokenizer_of, TEXTS.get(family, {})), *TOKENIZERS_ALONE.get(family, {}))
+    encoders = text_encoders_of(family)
+    names = (*encoders, *map(tokenizer_of, encoders), *tokenizers_alone(family))
     return {part for part in names if not (base / part).is_dir() and (part, tokenizer_folder(base)) != WITHIN}
 
 
@@ -117,11 +120,19 @@ def places_of_parts(checkpoint: SingleFile) -> dict[str, Mapping[str, Place]]:
     """
     texts = {
         name: text_part(kind, stored).places
-        for name, (kind, prefix) in TEXTS[checkpoint.family].items()
+        for name, (kind, prefix) in text_encoders_of(checkpoint.family).items()
         if _is_usable(stored := checkpoint.part(prefix))
     }
-    denoiser = "transformer" if checkpoint.family in TRANSFORMERS else "unet"
-    return {denoiser: _denoiser(checkpoint, {}).places, **texts}
+    return {
+        FAMILIES[checkpoint.family].denoiser.component: _spec(checkpoint).denoiser(checkpoint.denoiser).places,
+        **texts,
+    }
+
+
+def _spec(checkpoint: SingleFile) -> CheckpointSpec:
+    spec = FAMILIES[checkpoint.family].checkpoint
+    assert spec is not None  # or the file would not be of this family
+    return spec
 
 
 def _is_usable(stored: Stored) -> bool:
@@ -150,7 +161,8 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
     family = checkpoint.family
     published = _published(family)
     index = published["model_index"] | published.get("model_index_of", {}).get(checkpoint.variant, {})
-    texts = {name: kind for name, kind in TEXTS[family].items() if replacement.get(name, target) is not None}
+    encoders = text_encoders_of(family)
+    texts = {name: kind for name, kind in encoders.items() if replacement.get(name, target) is not None}
     problems: list[Problem] = []
     components: dict[str, Part | Path] = {}
     for name, (kind, prefix) in texts.items():
@@ -158,18 +170,17 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
             components[name] = _text_part(checkpoint, name, kind, prefix, replacement.get(name), READER in index)
         except UsageError as error:
             problems.extend(error.problems)
-    denoiser = "transformer" if family in TRANSFORMERS else "unet"
     others: dict[str, Callable[[], Part | Path]] = {
-        denoiser: lambda: _denoiser(checkpoint, published.get("denoiser_of", {}).get(checkpoint.variant, {})),
+        FAMILIES[family].denoiser.component: lambda: _denoiser(checkpoint, published.get("denoiser_of", {})),
         "vae": lambda: _vae(checkpoint, published["vae"], replacement.get("vae")),
-        **{name: partial(part, checkpoint.denoiser) for name, part in BESIDE.get(family, {}).items()},
+        **{name: partial(part, checkpoint.denoiser) for name, part in _spec(checkpoint).beside.items()},
     }
     for name, part in others.items():
         try:
             components[name] = part()
         except UsageError as error:
             problems.extend(error.problems)
-    tokenizers = {tokenizer_of(name): kind for name, (kind, _) in texts.items()} | TOKENIZERS_ALONE.get(family, {})
+    tokenizers = {tokenizer_of(name): kind for name, (kind, _) in texts.items()} | tokenizers_alone(family)
     for tokenizer, kind in tokenizers.items():
         try:
             copy_tokenizer(kind, replacement.get(tokenizer), target / tokenizer)
@@ -180,7 +191,7 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
     for name, component in components.items():
         _write_part(component, target / name)
     write_json(target / "scheduler" / "scheduler_config.json", _scheduler(checkpoint, published))
-    absent = {name: [None, None] for text in set(TEXTS[family]) - set(texts) for name in (text, tokenizer_of(text))}
+    absent = {name: [None, None] for text in set(encoders) - set(texts) for name in (text, tokenizer_of(text))}
     if READER in index:
         (target / READER).mkdir()
         write_json(target / SETTINGS, published[READER])
@@ -188,20 +199,14 @@ def _from_checkpoint(checkpoint: SingleFile, replacement: dict[str, Path | None]
 
 
 def _published(family: str) -> dict[str, Any]:
-    text = (files("lora_trainer.models.single") / "configs" / f"{family}.json").read_text(encoding="utf-8")
-    document: dict[str, Any] = json.loads(text)
-    return document
+    return dict(families()[family]["single_file"])
 
 
-def _denoiser(checkpoint: SingleFile, of_variant: Mapping[str, Any]) -> Part:
-    """The denoiser; its config with what is said `of_variant` alone, which no shape shows."""
-    if checkpoint.family in TRANSFORMERS:
-        part = TRANSFORMERS[checkpoint.family](checkpoint.denoiser)
-        return replace(part, config={**part.config, **of_variant})
-    part = unet_part(checkpoint.denoiser, checkpoint.family)
-    if checkpoint.family == "sd2" and checkpoint.prediction == "epsilon":
-        return Part({**part.config, "sample_size": 64, "upcast_attention": False}, part.places)
-    return part
+def _denoiser(checkpoint: SingleFile, changes: Mapping[str, Mapping[str, Any]]) -> Part:
+    """The denoiser; its config with the `changes` of a variant or a prediction type, which no shape shows."""
+    part = _spec(checkpoint).denoiser(checkpoint.denoiser)
+    changed = changes.get(checkpoint.variant or checkpoint.prediction or "", {})
+    return replace(part, config={**part.config, **changed})
 
 
 def _scheduler(checkpoint: SingleFile, published: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +228,7 @@ def _text_part(
         return text_part(kind, Stored.of(replacement, read_weights_header(replacement), ""), sees=sees)
     stored = checkpoint.part(prefix)
     if not _is_usable(stored):
-        may = ", or set model.without_t5" if MAY_LACK.get(checkpoint.family) == name else ""
+        may = ", or set model.without_t5" if name in FAMILIES[checkpoint.family].text.optional else ""
         message = f"{checkpoint.file} holds no {name} ({prefix}…)."
         if stored.shapes:
             message = f"{checkpoint.file} holds {name} quantized ({stored.not_read})."
@@ -291,7 +296,7 @@ def _from_folder(base: Path, replacement: dict[str, Path | None], target: Path) 
     """Write the folder of a base folder with replaced parts."""
     index = read_index(base)
     family = detect_family(base)
-    kinds = TEXTS.get(family, {})
+    kinds = text_encoders_of(family)
     added = {name for name, path in replacement.items() if path is not None}
     for name in sorted({path.name for path in base.iterdir() if path.is_dir()} | added):
         if (

@@ -23,6 +23,9 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 COUNTED = re.compile(r"\d{1,3}(?=\.)", re.ASCII)  # no model has a thousand layers
 FORMS_SHOWN = {"F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2", "I8": "int8", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SHOWN = 3  # names in a message
+TITLE = "modelspec.title"
+LONGEST_TITLE = 200  # characters that are read
+USE_BASE = "Name a base model with --model: a checkpoint, a folder in diffusers' layout or a hub id."
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,32 @@ class Stored:
         if not -len(shape) <= axis < len(shape) or not shape[axis]:
             refuse_sides(self, name)
         return shape[axis]
+
+
+@dataclass(frozen=True)
+class SingleFile:
+    """A base model in one file. `denoiser` holds its tensors; `header` is that of the file."""
+
+    file: Path
+    family: str
+    denoiser: Stored
+    header: Mapping[str, Any]
+    prediction: str | None = None  # of models with a noise schedule
+    prediction_by: str = ""  # what in the file shows the prediction, for people
+    zero_terminal: bool = False  # the last step of the schedule holds no signal
+    variant: str = ""  # which of the family's models, where its config or schedule is another
+    flavors: tuple[str, ...] = ()  # the variants that the keys leave open: `model.flavor` names one
+    note: str = ""  # an assumption that the file does not confirm, and the fix if it is wrong
+    form: str = ""  # in which quantized form the denoiser is stored, for people
+
+    @property
+    def title(self) -> str:
+        """What the file's metadata calls the model (ModelSpec); empty where it has none."""
+        return str((self.header.get(METADATA) or {}).get(TITLE, ""))[:LONGEST_TITLE]
+
+    def part(self, prefix: str) -> Stored:
+        """The tensors of one part."""
+        return Stored.of(self.file, self.header, prefix)
 
 
 @dataclass(frozen=True)

@@ -8,40 +8,20 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.families import families
 from lora_trainer.core.io import atomic_path
 from lora_trainer.export.layout import Layout, Rule, fused
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.places import Place, laid_out_models
 from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_not_read, refuse_sides, renamed
 
-CLIP_L, CLIP_G, T5, QWEN = (f"text_encoders.{name}.transformer." for name in ("clip_l", "clip_g", "t5xxl", "qwen3_4b"))
-# Prefix and kind of each text encoder in a checkpoint of a family.
-TEXTS: dict[str, dict[str, tuple[str, str]]] = {
-    "sd15": {"text_encoder": ("clip_l", "cond_stage_model.transformer.")},
-    "sd2": {"text_encoder": ("open_clip_h", "cond_stage_model.model.")},
-    "sdxl": {
-        "text_encoder": ("clip_l", "conditioner.embedders.0.transformer."),
-        "text_encoder_2": ("open_clip_g", "conditioner.embedders.1.model."),
-    },
-    "sd3": {
-        "text_encoder": ("clip_l_projected", CLIP_L),
-        "text_encoder_2": ("clip_g", CLIP_G),
-        "text_encoder_3": ("t5", T5),
-    },
-    "flux": {"text_encoder": ("clip_l", CLIP_L), "text_encoder_2": ("t5", T5)},
-    "chroma": {"text_encoder": ("t5", T5)},
-    "flux2": {"text_encoder": ("qwen3", QWEN)},
-    "z_image": {"text_encoder": ("qwen3", QWEN)},
-    "qwen_image": {"text_encoder": ("qwen2_5_vl", "text_encoders.qwen25_7b.transformer.")},
-    "qwen_image21": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_8b.transformer.")},
-    "krea2": {"text_encoder": ("qwen3_vl", "text_encoders.qwen3vl_4b.transformer.")},
-    "anima": {"text_encoder": ("qwen3", "text_encoders.qwen3_06b.transformer.")},
-}
-# Tokenizers of a family without a text encoder of their own, and of which kind each is.
-TOKENIZERS_ALONE: dict[str, dict[str, str]] = {"anima": {"t5_tokenizer": "t5"}}
-MAY_LACK = {"sd3": "text_encoder_3"}  # optional in the family
+if TYPE_CHECKING:
+    from lora_trainer.models.family import TextKind
+
+TITLES = {"t5": "T5", "qwen3": "Qwen3", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 HEAD = 64  # channels, in every published CLIP and T5
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 PROJECTION = "text_projection.weight"
@@ -90,12 +70,39 @@ TEXT_MODEL = ("embeddings.", "encoder.", "final_layer_norm.")  # of CLIP, whose 
 WIDEST = 8192  # channels of a CLIP; published ones have up to 1280
 
 
+def text_encoders_of(family: str) -> dict[str, tuple[str, str]]:
+    """Kind and prefix of each text encoder in a checkpoint of a family, by component."""
+    listed = families().get(family, {}).get("single_file", {}).get("text_encoders", {})
+    return {component: (kind, prefix) for component, (kind, prefix) in listed.items()}
+
+
+def tokenizers_alone(family: str) -> dict[str, str]:
+    """The tokenizers of a family that belong to no text encoder, and of which kind each is."""
+    return dict(families().get(family, {}).get("single_file", {}).get("tokenizers", {}))
+
+
+def own_kinds() -> dict[str, TextKind]:
+    """The kinds of text encoders that one family alone has."""
+    kinds: dict[str, TextKind] = {}
+    for family in FAMILIES.values():
+        if family.checkpoint is not None:
+            kinds |= family.checkpoint.text_kinds
+    return kinds
+
+
+def title_of(kind: str) -> str:
+    """What people call a kind of text encoder."""
+    return own_kinds()[kind].title if kind in own_kinds() else TITLES[kind]
+
+
 def text_part(kind: str, stored: Stored, *, sees: bool = False) -> Part:
     """Config and places of a text encoder of a kind, of Qwen2.5-VL with the half that sees images where it `sees`.
 
     Raises UsageError for one that is quantized, or damaged.
     """
     refuse_not_read(stored)
+    if own := own_kinds().get(kind):
+        return own.lay_out(stored)
     if kind == "t5":
         return t5_part(stored)
     if kind == "qwen3":
@@ -111,6 +118,9 @@ def text_part(kind: str, stored: Stored, *, sees: bool = False) -> Part:
 
 def kind_of_file(stored: Stored) -> str | None:
     """The kind of a text encoder in a file of its own, as ComfyUI keeps them: `clip_l`, `clip_g`, `t5`, `qwen3`, `qwen3_vl` or `qwen2_5_vl`."""
+    for kind, own in own_kinds().items():
+        if own.fits(stored):
+            return kind
     if BIAS in stored.shapes:
         return "t5"
     for begin in BEFORE_LAYERS:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.families import families
 from lora_trainer.core.io import write_json
 from lora_trainer.models.places import WEIGHTS
+from lora_trainer.models.single.texts import title_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,40 +27,7 @@ END, FIRST = (
     "!",
 )  # padding of short captions; OpenCLIP's models were trained with the latter
 FILLED_WITH = {"open_clip_h": FIRST, "open_clip_g": FIRST, "clip_g": FIRST}
-# Models of a hub, often downloaded already, that have the tokenizer of a kind.
-REPOSITORIES = {
-    "t5": (
-        ("black-forest-labs/FLUX.1-dev", "tokenizer_2"),
-        ("black-forest-labs/FLUX.1-schnell", "tokenizer_2"),
-        ("lodestones/Chroma1-HD", "tokenizer"),
-        ("lodestones/Chroma1-Base", "tokenizer"),
-        ("stabilityai/stable-diffusion-3.5-medium", "tokenizer_3"),
-        ("stabilityai/stable-diffusion-3.5-large", "tokenizer_3"),
-        ("stabilityai/stable-diffusion-3-medium-diffusers", "tokenizer_3"),
-        ("circlestone-labs/Anima-Base-v1.0-Diffusers", "t5_tokenizer"),
-    ),
-    "qwen2_5_vl": tuple((f"Qwen/Qwen-Image{name}", "tokenizer") for name in ("", "-2512", "-Edit-2511", "-Edit-2509")),
-    "qwen3_vl": (
-        ("krea/Krea-2-Raw", "tokenizer"),
-        ("krea/Krea-2-Turbo", "tokenizer"),
-        ("Qwen/Qwen-Image-2.1", "processor"),
-        ("Qwen/Qwen-Image-2.1-Turbo", "processor"),
-    ),
-    "qwen3": (
-        ("Tongyi-MAI/Z-Image-Turbo", "tokenizer"),
-        ("Tongyi-MAI/Z-Image", "tokenizer"),
-        *((f"black-forest-labs/FLUX.2-klein-{kind}", "tokenizer") for kind in ("base-4B", "4B", "base-9B", "9B")),
-        ("circlestone-labs/Anima-Base-v1.0-Diffusers", "tokenizer"),
-    ),
-}
-LACK_TOKENIZER = tuple(REPOSITORIES)  # kinds whose tokenizer does not come with the package
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".index.json")
-ORIGINS = {
-    "t5": ("T5", "any FLUX.1 or SD3 folder has one"),
-    "qwen3": ("Qwen3", "any Z-Image, FLUX.2 klein or Anima folder has one"),
-    "qwen2_5_vl": ("Qwen2.5-VL", "any Qwen-Image folder has one"),
-    "qwen3_vl": ("Qwen3-VL", "any Krea 2 or Qwen-Image 2.1 folder has one"),
-}
 
 
 @functools.cache
@@ -80,14 +51,25 @@ def _clip_tokenizer() -> Tokenizer:
     return Tokenizer.from_str((CLIP / "tokenizer.json").read_text("utf-8"))
 
 
+def origins(kind: str) -> dict[str, list[tuple[str, str]]]:
+    """The models of a hub, and the folder in each, with the tokenizer of a kind, by what people call their family.
+
+    Nothing for CLIP's, which comes with the package.
+    """
+    found = {}
+    for document in families().values():
+        if listed := document.get("single_file", {}).get("tokenizers_of_hub", {}).get(kind):
+            found[document["title"]] = [(name, folder) for name, folder in listed]
+    return found
+
+
 def copy_tokenizer(kind: str, source: Path | None, target: Path) -> None:
     """Write the tokenizer of a kind of text encoder. Raises UsageError where it is neither packaged nor found."""
-    if source is None and kind in LACK_TOKENIZER:
-        source = _on_this_computer(kind)
+    if source is None and (known := origins(kind)):
+        source = _on_this_computer(known)
         if source is None:
-            encoder, known = ORIGINS[kind]
-            message = f"{encoder} lacks its tokenizer, which model files do not contain."
-            fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; {known}."
+            message = f"{title_of(kind)} lacks its tokenizer, which model files do not contain."
+            fix = f"Name a folder with {target.name}/tokenizer.json with model.text_encoders; any {' or '.join(known)} folder has one."
             raise UsageError(Problem("tokenizer_missing", message, fix))
     if source is not None:
         copy_small(source, target)
@@ -115,11 +97,11 @@ def copy_small(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _on_this_computer(kind: str) -> Path | None:
-    """A folder with the tokenizer of a kind in the user's Hugging Face cache."""
+def _on_this_computer(known: Mapping[str, Sequence[tuple[str, str]]]) -> Path | None:
+    """A folder with such a tokenizer in the user's Hugging Face cache; `known` as of `origins`."""
     home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    for name, folder in REPOSITORIES[kind]:
+    for name, folder in itertools.chain(*known.values()):
         snapshots = hub / f"models--{name.replace('/', '--')}" / "snapshots"
         for vocabulary in ("tokenizer.json", "merges.txt"):
             if found := sorted(snapshots.glob(f"*/{folder}/{vocabulary}")):

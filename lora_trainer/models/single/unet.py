@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.tensorfile import METADATA
 from lora_trainer.models.published import public_architecture
-from lora_trainer.models.single.stored import Part, Stored, refuse_unknown, renamed
+from lora_trainer.models.single.stored import USE_BASE, Part, SingleFile, Stored, refuse_unknown, renamed
 
-HEADS = 8  # of Stable Diffusion 1.x; later models have heads of 64 channels
-HEAD = 64
+MARK = "input_blocks.0.0.weight"
+CLASSES = "label_emb.0.0.weight"  # of U-Nets that read sizes, or classes
+HEAD = 64  # channels, where the family's published model has not one number of heads for all levels
+PREDICTION = "modelspec.prediction_type"
+UNUSUAL_CHANNELS = {5: "a depth model", 7: "an upscaler", 8: "a model of instructions", 9: "an inpainting model"}
 RENAMED = {
     "in_layers.0": "norm1",
     "in_layers.2": "conv1",
@@ -35,6 +41,49 @@ ENDS = {
 BLOCK = re.compile(
     r"((?:input|output)_blocks\.\d+\.\d+|middle_block\.\d|label_emb\.0\.\d|time_embed\.\d|out\.\d)\.(.+)"
 )
+
+
+def text_layer(stored: Stored) -> str:
+    """A tensor whose columns are as many as the text is wide."""
+    return next((name for name in stored.shapes if name.endswith("attn2.to_k.weight")), "attn2.to_k.weight")
+
+
+def reads_text_of(stored: Stored, width: int) -> bool:
+    """Whether the text that the U-Net reads is so wide."""
+    return stored.shapes.get(text_layer(stored), (0,))[-1] == width
+
+
+def read_unet(found: SingleFile, spreads: Callable[[SingleFile], bool] = lambda found: False) -> SingleFile:
+    """The checkpoint with its prediction type: by a key, by its metadata, else by its weights where it `spreads`.
+
+    Raises UsageError for U-Nets that read more than noisy latents and text, and for other noise schedules.
+    """
+    stored, file = found.denoiser, found.file
+    if any(".time_stack." in name or "motion_modules" in name for name in stored.shapes):
+        raise UsageError(Problem("model_unsupported", f"{file} makes videos.", USE_BASE))
+    channels = stored.side(MARK, 1)
+    if channels in UNUSUAL_CHANNELS:
+        message = f"{file} is {UNUSUAL_CHANNELS[channels]}: {channels} input channels in place of 4."
+        raise UsageError(Problem("model_unsupported", message, "Use the base model that it was made from."))
+    stored.side(text_layer(stored), 1)
+    for key in ("edm_mean", "edm_vpred.sigma_max"):
+        if key in found.header:
+            message = f"{file} has a noise schedule that is not supported ({key})."
+            raise UsageError(Problem("scheduler_unsupported", message, USE_BASE))
+    prediction = str((found.header.get(METADATA) or {}).get(PREDICTION, ""))
+    shown_by = {
+        "its key v_pred": "v_pred" in found.header,
+        f"its metadata, {PREDICTION} = {prediction}": prediction.lower() in ("v", "v_prediction", "v-prediction"),
+        "its weights": prediction == "" and spreads(found),
+    }
+    velocity = next((by for by, is_shown in shown_by.items() if is_shown), "")
+    zero_terminal = bool(velocity) and "ztsnr" in found.header
+    return replace(
+        found,
+        prediction="v_prediction" if velocity else "epsilon",
+        prediction_by=velocity + (" and its key ztsnr" if zero_terminal else ""),
+        zero_terminal=zero_terminal,
+    )
 
 
 def unet_part(stored: Stored, family: str) -> Part:
@@ -108,23 +157,23 @@ def _config(stored: Stored, family: str, down: list[list[int]], up: list[list[in
     depths = [stored.count(f"input_blocks.{numbers[0]}.1.transformer_blocks.") for numbers in down if numbers]
     rising = [stored.count(f"output_blocks.{numbers[0]}.1.transformer_blocks.") for numbers in up if numbers]
     deepest = stored.count("middle_block.1.transformer_blocks.")
-    reads = next((name for name in stored.shapes if name.endswith("attn2.to_k.weight")), "attn2.to_k.weight")
     linear = len(stored.shapes.get("middle_block.1.proj_in.weight", ())) == 2
     config = dict(public_architecture(family).denoiser)
+    heads = config["attention_head_dim"]
     config |= {
         "_class_name": "UNet2DConditionModel",
-        "in_channels": stored.side("input_blocks.0.0.weight", 1),
+        "in_channels": stored.side(MARK, 1),
         "out_channels": stored.side("out.2.weight", 0),
         "block_out_channels": widths,
         "layers_per_block": len(down[0]),
-        "cross_attention_dim": stored.side(reads, 1),
+        "cross_attention_dim": stored.side(text_layer(stored), 1),
         "use_linear_projection": linear,
-        "attention_head_dim": HEADS if family == "sd15" else [width // HEAD for width in widths],
+        "attention_head_dim": heads if isinstance(heads, int) else [width // HEAD for width in widths],
         "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
         "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in rising],
     }
     if "transformer_layers_per_block" in config:  # which the middle takes the last of
         config["transformer_layers_per_block"] = [depth or 1 for depth in depths[:-1]] + [depths[-1] or deepest]
-    if "label_emb.0.0.weight" in stored.shapes:
-        config["projection_class_embeddings_input_dim"] = stored.side("label_emb.0.0.weight", 1)
+    if CLASSES in stored.shapes:
+        config["projection_class_embeddings_input_dim"] = stored.side(CLASSES, 1)
     return config

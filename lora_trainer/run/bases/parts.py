@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import EXPECTED, named_parts, read_index, tokenizer_of
 from lora_trainer.run.bases.hub_files import choose_parts, files_in, parts_of
 from lora_trainer.run.bases.names import as_hub_part, local_path, page_of_the_web
 
 if TYPE_CHECKING:  # every command imports this file; it is needed for checkpoints only
     from lora_trainer.config.schema.inputs import ModelSection
-    from lora_trainer.models.single.recognize import SingleFile
+    from lora_trainer.models.single.stored import SingleFile
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.presets import GOALS, TIERS, preset_layers, presets
-from lora_trainer.models import FAMILIES
+from lora_trainer.memory_plan.profiles import stored_families
 from lora_trainer.run.plans.plan import Plan, make_plan
 from lora_trainer.run.settings import settle
 
@@ -19,7 +19,8 @@ lora-trainer plan --all
 ```
 
 The command wrote this page, and a test compares it with the code. Each row is one of either kind of preset on a family's published
-model, predicted without a GPU as [memory.md](memory.md) describes. Sizes are in GiB; at most 90 % of a GPU are used.
+model, predicted without a GPU as [memory.md](memory.md) describes. Sizes are in GiB; at most 90 % of a GPU are used. Families whose
+memory is not stored are traced when you plan them by name, and are not listed here.
 """
 HEADER = (
     "| preset | px | rank | micro-batch | blocks checkpointed | blocks swapped | weights | weights GiB | adapter | optimizer "
@@ -28,9 +29,9 @@ HEADER = (
 
 
 def every_plan() -> Iterator[tuple[str, str, str, Plan]]:
-    """(family, tier, goal, plan) of every combination."""
+    """(family, tier, goal, plan) of every combination, of the families whose memory is stored."""
     by_kind = {kind: [name for name, preset in presets().items() if preset.kind == kind] for kind in (TIERS, GOALS)}
-    for family in FAMILIES:
+    for family in stored_families():
         for tier in by_kind[TIERS]:
             for goal in by_kind[GOALS]:
                 model = Layer("--set", {"model": {"family": family}})

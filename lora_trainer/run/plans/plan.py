@@ -38,7 +38,7 @@ from lora_trainer.memory_plan.estimate import (
 from lora_trainer.memory_plan.host import Host, host_of
 from lora_trainer.memory_plan.memory_model import traced_memory_model
 from lora_trainer.memory_plan.profiles import MemoryModel, stored_memory_model
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PLAIN, Architecture, Family, ModelFacts
 from lora_trainer.models.memory.phases import costs_of, encoding_bytes
 from lora_trainer.models.published import public_architecture

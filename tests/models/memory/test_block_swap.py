@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.config.schema import Precision
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.compiled import compile_blocks
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory import block_swap
 from lora_trainer.models.memory.block_swap import (
     ALIGNMENT,

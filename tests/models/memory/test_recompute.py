@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lora_trainer.config.schema import CheckpointingMode, Precision
 from lora_trainer.memory_plan.trace import make_subject, trace
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.memory import recompute
 from lora_trainer.models.memory.block_swap import swap_blocks, swappable_blocks

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from lora_trainer.benchmarks.random_weights import with_random_weights
 from lora_trainer.core.errors import UsageError
+from lora_trainer.models.families.sd15 import FAMILY
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.places import Place
 from lora_trainer.models.quantization import stored_forms
 from lora_trainer.models.quantization.layers import fill_layers, fill_the_rest
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer, store_layers
-from lora_trainer.models.sd15 import FAMILY
 from tests.export.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")

@@ -11,12 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer.export.layout import Layout, rule_of
-from lora_trainer.models.anima import LAYOUT as ANIMA
-from lora_trainer.models.chroma import LAYOUT as CHROMA
-from lora_trainer.models.flux2 import LAYOUT as FLUX2
-from lora_trainer.models.krea2 import LAYOUT as KREA2
-from lora_trainer.models.single.transformers import ANIMA_REST, CHROMA_REST, FLUX_REST
-from lora_trainer.models.z_image import LAYOUT as Z_IMAGE
+from lora_trainer.models.families.anima import LAYOUT as ANIMA
+from lora_trainer.models.families.anima import REST as ANIMA_REST
+from lora_trainer.models.families.chroma import LAYOUT as CHROMA
+from lora_trainer.models.families.chroma import REST as CHROMA_REST
+from lora_trainer.models.families.flux import REST as FLUX_REST
+from lora_trainer.models.families.flux2 import LAYOUT as FLUX2
+from lora_trainer.models.families.krea2 import LAYOUT as KREA2
+from lora_trainer.models.families.z_image import LAYOUT as Z_IMAGE
 
 Tensors = dict[str, Tensor]
 RESNET = {

@@ -10,11 +10,11 @@ import torch
 from diffusers.loaders.single_file_utils import convert_cosmos_transformer_checkpoint_to_diffusers
 
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.anima import conditioner_part, denoiser_part
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
-from lora_trainer.models.single.transformers import anima_conditioner_part, anima_part
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import anima_checkpoint, anima_original, write
 from tests.models.single.test_published import empty_file
@@ -77,7 +77,7 @@ def test_the_published_model_is_recognized_by_its_shapes(tmp_path: Path) -> None
         model = SimpleNamespace(transformer=FAMILY.denoiser.make(published), text_conditioner=AnimaTextConditioner())
         tensors = {f"net.{name}": each for name, each in anima_original(model).items()}
     found = recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser
-    part, conditioner = anima_part(found), anima_conditioner_part(found)
+    part, conditioner = denoiser_part(found), conditioner_part(found)
     assert {name: part.config[name] for name in published} == dict(published)
     assert part.places.keys() == model.transformer.state_dict().keys()
     usual = dict(model.text_conditioner.config)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.chroma import denoiser_part
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.recognize import recognize
-from lora_trainer.models.single.transformers import chroma_part
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import chroma_checkpoint, chroma_original, vae_original, write
 from tests.models.single.test_published import empty_file
@@ -55,6 +55,6 @@ def test_the_published_transformer_is_recognized_by_its_shapes(tmp_path: Path) -
     published = public_architecture("chroma").denoiser
     with torch.device("meta"):
         tensors = chroma_original(FAMILY.denoiser.make(published))
-    part = chroma_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = denoiser_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     assert {name: part.config[name] for name in published} == dict(published)
     assert sum(tensor.numel() for tensor in tensors.values()) == 8_899_983_424

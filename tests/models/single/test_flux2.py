@@ -11,10 +11,10 @@ from diffusers import AutoencoderKL
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.flux2 import denoiser_part
 from lora_trainer.models.published import public_forms
 from lora_trainer.models.single.recognize import recognize
-from lora_trainer.models.single.transformers import flux2_part
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import flux2_checkpoint, flux2_original, flux2_vae, write
 from tests.models.single.test_published import empty_file
@@ -90,6 +90,6 @@ def test_the_published_transformers_are_recognized_by_their_shapes(form: int, co
     published = public_forms("flux2")[form]
     with torch.device("meta"):
         tensors = flux2_original(FAMILY.denoiser.make(published))
-    part = flux2_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = denoiser_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     assert {name: part.config[name] for name in published} == dict(published)
     assert sum(tensor.numel() for tensor in tensors.values()) == count

@@ -11,13 +11,13 @@ from diffusers.loaders.single_file_utils import convert_krea2_transformer_checkp
 
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.krea2 import denoiser_part
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import kind_of_file
-from lora_trainer.models.single.transformers import krea2_part
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import krea2_checkpoint, krea2_original, write
 from tests.models.single.test_published import empty_file
@@ -80,7 +80,7 @@ def test_the_published_transformer_is_recognized_by_its_shapes(pipeline: Any, tm
     with torch.device("meta"):
         model = FAMILY.denoiser.make(published)
         tensors = krea2_original(model)
-    part = krea2_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = denoiser_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     assert {name: part.config[name] for name in published} == dict(published)
     assert part.places.keys() == model.state_dict().keys()
     text = write(dict(pipeline.text_encoder.state_dict()), tmp_path / "text.safetensors")

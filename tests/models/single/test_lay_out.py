@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import CLIPTokenizer
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
 from lora_trainer.models.detection import detect_family
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.flux import denoiser_part
 from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import BIAS
-from lora_trainer.models.single.transformers import flux_part
 from tests.models.single.originals import flow_checkpoint, flux_original, unet_checkpoint, write
 from tests.models.single.quantized import as_bytes
 from tests.models.single.tiny import FLOWS, tiny_flow_pipeline, tiny_pipeline
@@ -175,7 +175,7 @@ def test_rows_of_flux_are_those_of_diffusers_converter(tmp_path: Path) -> None:
         shapes = {name: tensor.shape for name, tensor in flux_original(model).items()}
     numbered = {name: torch.arange(shape[0], dtype=torch.int32) for name, shape in shapes.items()}
     rows = {name: each[:, None] if len(shapes[name]) == 2 else each for name, each in numbered.items()}
-    places = flux_part(Stored(write(rows, tmp_path / "rows.safetensors"), "", shapes)).places
+    places = denoiser_part(Stored(write(rows, tmp_path / "rows.safetensors"), "", shapes)).places
     theirs = diffusers_own.convert_flux_transformer_checkpoint_to_diffusers(dict(rows))
     assert places.keys() == theirs.keys() == model.state_dict().keys()
     for name, place in places.items():
@@ -269,7 +269,7 @@ def test_flux_checkpoints_of_comfyui_have_other_norm_names(tmp_path: Path) -> No
             name.replace("_norm.scale", "_norm.weight"): each.shape for name, each in flux_original(model).items()
         }
     assert any(name.endswith("key_norm.weight") for name in shapes)
-    places = flux_part(Stored(tmp_path / "model.safetensors", "", shapes)).places
+    places = denoiser_part(Stored(tmp_path / "model.safetensors", "", shapes)).places
     assert places.keys() == model.state_dict().keys()
 
 
@@ -329,7 +329,7 @@ def test_text_encoders_with_damaged_shapes_are_named(
 def test_no_heavy_import_is_needed(tmp_path: Path) -> None:
     file = write(unet_checkpoint(tiny_pipeline(tmp_path / "words", "sd15"), "sd15"), tmp_path / "model.safetensors")
     program = (
-        "import sys; from pathlib import Path; from lora_trainer.models import FAMILIES;"
+        "import sys; from pathlib import Path; from lora_trainer.models.families import FAMILIES;"
         "from lora_trainer.models.single.lay_out import lay_out;"
         "FAMILIES['sd15'].describe(lay_out(Path(sys.argv[1])));"
         "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import shapes_of_weights
 from lora_trainer.models.places import numbers_of, stored_weights
 from lora_trainer.models.published import public_architecture
@@ -25,7 +25,6 @@ from lora_trainer.models.single.lay_out import lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import t5_part
-from lora_trainer.models.single.transformers import TRANSFORMERS
 from tests.models.single.originals import (
     Tensors,
     clip_original,
@@ -114,7 +113,7 @@ def test_published_flows_have_the_published_number_of_weights(kind: str, tmp_pat
     with torch.device("meta"):
         file = empty_file(tmp_path / "model.safetensors", original(made.from_config(config)))
     found = recognize(file)
-    part = TRANSFORMERS[family](found.denoiser)
+    part = FAMILIES[family].checkpoint.denoiser(found.denoiser)
     with torch.device("meta"):
         model = made.from_config(dict(part.config))
     parameters = sum(parameter.numel() for parameter in model.parameters())

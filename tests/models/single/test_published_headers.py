@@ -29,15 +29,14 @@ from diffusers import (
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 
 from lora_trainer.core.tensorfile import BITS, data_begins, read_tensor_header
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.anima import conditioner_part
 from lora_trainer.models.places import Place, stored_weights
 from lora_trainer.models.published import public_architecture, public_forms
 from lora_trainer.models.single.lay_out import vae_of_file
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Part, Stored
 from lora_trainer.models.single.texts import kind_of_file, text_part
-from lora_trainer.models.single.transformers import TRANSFORMERS, anima_conditioner_part
-from lora_trainer.models.single.unet import unet_part
 from lora_trainer.models.single.vae import vae_part
 
 UNREAD = (".comfy_quant", "scaled_fp8", ".input_scale", ".scale_input")
@@ -147,14 +146,14 @@ def test_every_key_of_a_published_denoiser_is_read_once(name: str, tmp_path: Pat
     file = sparse(tmp_path / f"{name}.safetensors", tensors, VALUES)
     found = recognize(file)
     assert (found.family, found.variant, found.form) == (family, variant, FORMS.get(name, ""))
-    part = TRANSFORMERS[family](found.denoiser) if family in TRANSFORMERS else unet_part(found.denoiser, family)
+    part = FAMILIES[family].checkpoint.denoiser(found.denoiser)
     assert facts.items() <= {key: value for key, value in part.config.items() if key in facts}.items()
     with torch.device("meta"):
         # SD3's own `make` keeps the middle of the positions alone.
         make = SD3Transformer2DModel.from_config if family == "sd3" else FAMILIES[family].denoiser.make
         parts = [(part, make(dict(part.config)))]
         if family == "anima":
-            beside = anima_conditioner_part(found.denoiser)
+            beside = conditioner_part(found.denoiser)
             parts.append((beside, AnimaTextConditioner.from_config(dict(beside.config))))
     covered(parts, {key: each for key, each in tensors.items() if key not in MARKS.get(name, {})})
     scaled = [place.scaled for place in part.places.values() if place.scaled is not None]

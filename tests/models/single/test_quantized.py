@@ -20,7 +20,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.core.gguf_file import BLOCKS, PACKED_TYPES, read_gguf_header
 from lora_trainer.export.metadata import header
 from lora_trainer.export.weights import LoraWeights
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
 from lora_trainer.models.quantization.stored_forms import dequantized, hadamard, read_blocks

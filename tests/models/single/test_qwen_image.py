@@ -14,15 +14,16 @@ from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.conditioning import EditCaption
 from lora_trainer.core.errors import UsageError
+from lora_trainer.core.families import families
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.models import FAMILIES
-from lora_trainer.models.published import public_architecture, read_published
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.qwen_image import denoiser_part
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.fitting import check_vae
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out, vae_of_file
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import kind_of_file, text_part
-from lora_trainer.models.single.transformers import qwen_image_part
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import qwen_image_checkpoint, video_vae_original, write
 from tests.models.single.test_published import empty_file
@@ -224,7 +225,7 @@ def test_the_published_parts_are_recognized_by_their_shapes(tmp_path: Path) -> N
         )
         config.num_attention_heads, config.num_key_value_heads = 28, 4
         text = Qwen2_5_VLTextModel(config).state_dict()
-    part = qwen_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = denoiser_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     assert {name: part.config[name] for name in published} == dict(published)
     assert part.places.keys() == tensors.keys()
     file = empty_file(tmp_path / "vae.safetensors", video_vae_original(vae))
@@ -245,6 +246,6 @@ def test_the_published_parts_are_recognized_by_their_shapes(tmp_path: Path) -> N
         "max_position_embeddings": 128000,
         "rms_norm_eps": 1e-06,  # published, unlike the class's own defaults
     }
-    counts = read_published("qwen_image")["phases"]
+    counts = families()["qwen_image"]["phases"]
     assert sum(tensor.numel() for tensor in text.values()) == counts["text_encoders"][0]
     assert sum(tensor.numel() for tensor in vae.state_dict().values()) == counts["autoencoder"]

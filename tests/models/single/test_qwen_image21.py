@@ -12,11 +12,12 @@ from diffusers import AutoencoderKLQwenImage21
 from diffusers.loaders.single_file_utils import convert_qwen_image21_transformer_checkpoint_to_diffusers
 
 from lora_trainer.config.schema.inputs import ModelSection
-from lora_trainer.models import FAMILIES
-from lora_trainer.models.published import public_architecture, read_published
+from lora_trainer.core.families import families
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.qwen_image21 import denoiser_part
+from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out, vae_of_file
 from lora_trainer.models.single.recognize import recognize
-from lora_trainer.models.single.transformers import qwen_image21_part
 from lora_trainer.run.bases.find import find_base
 from tests.models.single.originals import (
     qwen_image21_checkpoint,
@@ -132,7 +133,7 @@ def test_the_published_parts_are_recognized_by_their_shapes(fused: bool, tmp_pat
     with torch.device("meta"):
         model, vae = FAMILY.denoiser.make(published), AutoencoderKLQwenImage21()
         tensors = qwen_image21_original(model) if fused else model.state_dict()
-    part = qwen_image21_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = denoiser_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     assert {name: part.config[name] for name in published} == dict(published)
     assert part.places.keys() == model.state_dict().keys()
     state = rgba_vae_original(vae) if fused else vae.state_dict()
@@ -141,5 +142,5 @@ def test_the_published_parts_are_recognized_by_their_shapes(fused: bool, tmp_pat
     assert {key: vae.config[key] for key in ours.config if not key.startswith("_")} == {
         key: value for key, value in ours.config.items() if not key.startswith("_")
     }
-    counts = read_published("qwen_image21")["phases"]
+    counts = families()["qwen_image21"]["phases"]
     assert sum(tensor.numel() for tensor in vae.state_dict().values()) == counts["autoencoder"]

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.core.errors import UsageError
+from lora_trainer.models.families.sd2 import LAST_NORM, _numbers
 from lora_trainer.models.single.lay_out import lay_out
-from lora_trainer.models.single.recognize import SD2_NORM, _numbers, recognize
+from lora_trainer.models.single.recognize import recognize
 from tests.models.single.originals import write
 
 UNET = {
@@ -126,7 +127,7 @@ def test_v_prediction_is_recognized_by_a_norm_of_any_type(stored: str, tmp_path:
     tensors = {name: torch.zeros(shape) for name, shape in {**UNET, wide: [8, 1024]}.items()}
     for spread, prediction in ((0.05, "epsilon"), (0.2, "v_prediction")):
         norm = (torch.linspace(-1.7, 1.7, 320) * spread).to(getattr(torch, stored))
-        tensors[f"model.diffusion_model.{SD2_NORM}"] = norm
+        tensors[f"model.diffusion_model.{LAST_NORM}"] = norm
         assert recognize(write(tensors, tmp_path / "x.safetensors")).prediction == prediction
 
 

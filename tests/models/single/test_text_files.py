@@ -13,7 +13,8 @@ from torch import Tensor
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.gguf_file import TEXTS, read_weights_header
-from lora_trainer.models import FAMILIES, places
+from lora_trainer.models import places
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.single import recognize as recognize_file
 from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.stored import Stored

@@ -11,11 +11,11 @@ import torch
 from lora_trainer.config.layers import Layer
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.models import FAMILIES
+from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.families.z_image import denoiser_part
 from lora_trainer.models.published import public_architecture
 from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
-from lora_trainer.models.single.transformers import z_image_part
 from lora_trainer.run.bases.find import find_base
 from lora_trainer.run.settings import settle
 from tests.models.single.originals import write, z_image_checkpoint, z_image_original
@@ -98,7 +98,7 @@ def flux_file(folder: Path) -> Path:
 def test_the_published_transformer_is_recognized_by_its_shapes(tmp_path: Path) -> None:
     with torch.device("meta"):
         tensors = z_image_original(FAMILY.denoiser.make(public_architecture("z_image").denoiser))
-    part = z_image_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
+    part = denoiser_part(recognize(empty_file(tmp_path / "model.safetensors", tensors, "BF16")).denoiser)
     published = public_architecture("z_image").denoiser
     assert {name: part.config[name] for name in published} == dict(published)
     assert sum(tensor.numel() for name, tensor in tensors.items() if name != "norm_final.weight") == 6_154_908_736
