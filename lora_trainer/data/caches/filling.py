@@ -29,7 +29,7 @@ from lora_trainer.data.caches.files import entry_path
 
 MOST_WORKERS = 8
 MOST_AGAIN = 64  # entries that are there and are encoded again for the sake of those beside them
-UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}  # EEXIST: a file is there
 
 Prepared = TypeVar("Prepared")
 Progress = Callable[[int, int], None]  # (entries done, entries to build)
