@@ -94,7 +94,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="option of the executor, several times if needed: ray: address, gpus, cpus, data, store_gib, scratch; slurm: those of sbatch",
+        help="option of the executor, several times if needed: ray: address, gpus, cpus; slurm: those of sbatch",
     )
     group.add_argument(
         "--retries",

@@ -13,7 +13,7 @@ from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import BUG, TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
 from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.launch import is_main_process, launched
-from lora_trainer.data.images.remote import RemoteError, fix_of
+from lora_trainer.data.images.remote import RemoteError
 
 FOR_MAIN = 5.0  # seconds
 TO_RESUME = "--resume then continues a run, unless it has checkpoint.save_state=false."
@@ -40,7 +40,7 @@ def report_error(error: Exception, *, debug: bool) -> int:
         _print_problems([Problem("no_home_folder", "This user has no home folder, which ~ in a path means.", fix)])
         return WRONG_USAGE
     if isinstance(error, RemoteError):
-        _print_problems([Problem("data_unreadable", f"The data cannot be read: {error.strerror}.", fix_of(error))])
+        _print_problems([error.problem_of("The data")])
         return WRONG_USAGE
     if isinstance(error, OSError) and refusal(error) in FULL:
         _print_problems([Problem("disk_full", "The disk is full.", f"Free some space. {TO_RESUME}")])

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.config.schema import CaptionsSection, SourceSection
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.data.images.images import BrokenImageError
-from lora_trainer.data.images.remote import RemoteError, fix_of
+from lora_trainer.data.images.remote import RemoteError
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
 from lora_trainer.data.sources.controls import find_swapped, judged_controls
@@ -95,9 +95,7 @@ def _read_manifest(
     try:
         samples = _samples(found, reading, progress)
     except RemoteError as error:
-        raise UsageError(
-            Problem("data_unreadable", f"The data cannot be read: {error.strerror}.", fix_of(error))
-        ) from error
+        raise UsageError(error.problem_of("The data")) from error
     return Manifest(samples, tuple(reading.notes)), tuple(reading.findings)
 
 

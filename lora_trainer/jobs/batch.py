@@ -33,7 +33,7 @@ from lora_trainer.jobs.joint_jobs import settings_against
 from lora_trainer.jobs.live_table import counts, watching
 from lora_trainer.jobs.summary import FILE as SUMMARY
 from lora_trainer.jobs.summary import job_failures, largest_code, write_summary
-from lora_trainer.jobs.worker import SAFE, Adapt, work
+from lora_trainer.jobs.worker import SAFE, work
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.report.failures import ENDED, failure_lines
 from lora_trainer.run.bases.encoder import find_encoder
@@ -145,19 +145,18 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     return largest_code(found)
 
 
-def run_worker(output: Path, console: Console, name: str | None = None, adapt: Adapt | None = None) -> int:
+def run_worker(output: Path, console: Console, name: str | None = None) -> int:
     """Take jobs of the batch in `output` until none waits; 0, or the code of the signal that stopped it.
 
     With `name` only that job, once; the result is the job's exit code. A job that a signal stops waits again, for the next
-    worker. `adapt` changes each job's settings for this machine. How jobs end is in the batch's summary. Raises UsageError
-    where there is no batch, or no such job.
+    worker. How jobs end is in the batch's summary. Raises UsageError where there is no batch, or no such job.
     """
     store = open_batch(output)
     if name is not None:
         named_jobs(store, [name], "Work on")
     with patient(Patience(store.read_note(WAIT_MINUTES), console.print, lambda: SAFE)), listening():
         with watching(store, console, name):
-            stopped = work(store, kept_families(FAMILIES), hand_back=True, name=name, adapt=adapt)
+            stopped = work(store, kept_families(FAMILIES), hand_back=True, name=name)
         if stopped is not None or name is None:
             return stopped or DONE
         (job,) = named_jobs(store, [name], "Work on")

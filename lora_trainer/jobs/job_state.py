@@ -91,10 +91,6 @@ class Ending:
             return "unresolved"
         return "refused" if self.exit_code in (DATASET_REFUSED, LORA_REFUSED) else "failed"
 
-    def retry_after(self, failures: int, retries: int) -> float | None:
-        """Seconds until the next attempt, where this is the failure number `failures`; None where it is not repeated."""
-        return retry_wait(failures) if self.exit_code == TRAINING_FAILED and failures <= retries else None
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -152,7 +148,8 @@ def after_ending(state: JobState, document: Mapping[str, Any], now: float) -> Jo
     """The state of a job whose attempt ended at `now`."""
     job, failures = state.job, state.failures + 1
     ending = Ending(*(document[key] for key in ("exit_code", "reason", "scores", "outcome")))
-    pause = ending.retry_after(failures, document["retries"])
+    is_repeated = ending.exit_code == TRAINING_FAILED and failures <= document["retries"]
+    pause = retry_wait(failures) if is_repeated else None
     job = replace(job, seconds=job.seconds + max(0.0, now - (job.claimed or now)), claimed=None, cancelled=0)
     job = replace(job, scores=ending.scores, outcome=ending.outcome)
     if state.job.cancelled and (ending.status == "stopped" or pause is not None):

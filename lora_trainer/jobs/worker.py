@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from lora_trainer.config.layers import Resolved
 from lora_trainer.core.errors import DatasetRefused, UserError
 from lora_trainer.core.interrupt import remembering, signalled, stop_if_signalled, stoppable, stopping_on_signal
 from lora_trainer.core.io import append_text
@@ -35,7 +34,6 @@ if TYPE_CHECKING:  # it loads torch
     from lora_trainer.run_folder.progress import Progress, Watch
     from lora_trainer.training.run_group import Member
 
-Adapt = Callable[[Resolved, Console], Resolved]
 SAFE = "What each run saved is safe."
 LOG = Path("logs") / "console.txt"
 SAY_EVERY_SECONDS = 1.0
@@ -49,12 +47,11 @@ def work(
     *,
     hand_back: bool = False,
     name: str | None = None,
-    adapt: Adapt | None = None,
 ) -> int | None:
     """Run waiting jobs until none is left, one after the other or several on one base; the exit code of a signal that stopped this.
 
     With `hand_back` a job that a signal stopped waits again: another worker resumes it. With `name` only that job is run,
-    once, alone. A failed job that is repeated later is waited for. `adapt` changes each job's settings for this machine.
+    once, alone. A failed job that is repeated later is waited for.
     """
     together = 1 if name is not None else store.read_note(TOGETHER) or 1
     while (job := claim_next(store, name)) is not None:
@@ -64,7 +61,7 @@ def work(
 
         def run(job: QueuedJob, stop: Callable[[], None], member: Member | None, stopped: list[int]) -> None:
             with keeping(store, job, stop) as claim:  # encoding and drawing are silent for long
-                ending = attempt(store, job, families, member, adapt)
+                ending = attempt(store, job, families, member)
             status = store.finish(job, ending)
             if status == "stopped" and (hand_back or claim.is_over):
                 store.put_back([job.name])
@@ -111,7 +108,6 @@ def attempt(
     job: QueuedJob,
     families: Mapping[str, Family],
     member: Member | None = None,
-    adapt: Adapt | None = None,
 ) -> Ending:
     """Train one folder with both gates, alone or as a member of a group. No error leaves this function."""
     folder = store.output / job.name
@@ -121,9 +117,8 @@ def attempt(
             with stopping_on_signal():
                 refuse_changed(store, job.name)
                 resumes = shared_from_json(store.read_note(SHARED)).resume or job.attempts > 1
-                settings = settings_of(store, job)
                 order = make_order(
-                    settings if adapt is None else adapt(settings, console),
+                    settings_of(store, job),
                     resume=resumes,
                     enforce_gates=True,
                     console=console,

@@ -235,12 +235,6 @@ def moment(seconds: float) -> str | None:
         return None
 
 
-def files_of(run: RunReport) -> list[tuple[str, str]]:
-    """The run's files that are there, with their sizes."""
-    names = dict.fromkeys(name for name in (*run.record.files.values(), *SETTLED) if name and name != FILE)
-    return [(name, size_of(path)) for name in names if (path := run.folder / name).is_file()]
-
-
 def size_of(path: Path) -> str:
     size = float(path.stat().st_size)
     for unit in ("bytes", "kB", "MB"):
@@ -257,11 +251,13 @@ def environment_of(run: RunReport) -> list[tuple[str, list[tuple[str, str]]]]:
         for name, value in run.record.hardware.items()
         if value is not None
     ]
+    names = dict.fromkeys(name for name in (*run.record.files.values(), *SETTLED) if name and name != FILE)
+    files = [(name, size_of(path)) for name in names if (path := run.folder / name).is_file()]
     data = [("data hash", run.record.data_hash)] if run.record.data_hash else []
     return [
         ("Machine", hardware),
         ("Versions", list(run.record.versions.items())),
         ("Time", [(name, duration(seconds)) for name, seconds in run.record.seconds.items()]),
-        ("Files", files_of(run)),
+        ("Files", files),
         ("Inputs", [*run.record.model.items(), *data]),
     ]

@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from lora_trainer.data.caches.sharing import in_use
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.images.remote import is_url
 from lora_trainer.data.manifest import read_manifest
-from lora_trainer.data.moved import original_place, read_moved
 from lora_trainer.data.split import MOST_COMPARED, split_validation
 from lora_trainer.data.steps import LargestStep, Lengths, StepArithmetic, largest_step, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
@@ -97,8 +95,9 @@ def list_data(config: Config, *, allow_missing_captions: bool | None = None) -> 
     allowed = config.data.allow_missing_captions if allow_missing_captions is None else allow_missing_captions
     with counting() as count:
         watch = count("headers read")
-        read = partial(read_manifest, allow_missing_captions=allowed, captions=config.captions, progress=watch)
-        return read_moved(data_sources(config), read)
+        return read_manifest(
+            data_sources(config), allow_missing_captions=allowed, captions=config.captions, progress=watch
+        )
 
 
 def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
@@ -393,7 +392,7 @@ def dataset_facts(inputs: Inputs) -> dict[str, Any]:
         "resolution": inputs.resolution,
         "buckets": {str(bucket): count for bucket, count in sorted(buckets.items())},
         "findings": [
-            {**finding.to_json(), "path": str(original_place(finding.path.resolve())) if finding.path else None}
+            {**finding.to_json(), "path": str(finding.path.resolve()) if finding.path else None}
             for finding in inputs.report.findings
         ],
         "notes": list(inputs.report.notes),

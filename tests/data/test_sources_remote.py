@@ -222,7 +222,7 @@ def test_a_server_that_goes_away_breaks_no_image(server: Served) -> None:
     assert "b.tar cannot be read: the server refuses access (HTTP 403)" in refusal(f"{server.address}/b.tar")
     assert sample.span is not None
     seen = read_seen((str(sample.span.file), sample.span.offset, sample.span.size, sample.content))
-    assert seen == {"remote": "the server refuses access (HTTP 403)"}
+    assert seen == {"remote": ["the server refuses access (HTTP 403)", remote.WITH_ACCESS]}
     with pytest.raises(TrainingFailed, match=r"a.tar cannot be read: the server refuses access"):
         read_pixels(sample, View(fit_to(24, 16, Bucket(16, 16))))
 

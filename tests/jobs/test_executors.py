@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
 
 from lora_trainer.core import hardware
-from lora_trainer.core.errors import UsageError
+from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.jobs.executors import ExecutorOptions, local, ray
 
 
@@ -39,22 +40,18 @@ def test_workers_take_gpus_in_turn_and_share_the_cpu(monkeypatch):
 
 def test_all_that_is_wrong_with_the_options_of_ray_is_one_message(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    wrong = {"adress": "auto", "gpus": "2", "cpus": "none", "data": "s3", "store_gib": "-1"}
+    wrong = {"adress": "auto", "gpus": "2", "cpus": "none"}
     with pytest.raises(UsageError) as refused:
         ray.check(ExecutorOptions(1, wrong))
     assert [problem.message for problem in refused.value.problems] == [
         "--executor ray has no option adress.",
         "--executor-option gpus=2: a job trains on one GPU or a part of one.",
         "--executor-option cpus=none is no number of CPUs.",
-        "--executor-option data=s3 is neither path nor store.",
-        "--executor-option store_gib=-1 is no number of GiB.",
         "--executor ray needs Ray, which is not installed.",
     ]
 
 
-@pytest.mark.parametrize(("share", "gpus", "most"), [(0.3333, 1.0, 3), (0.6, 4.0, 4), (0.05, 2.0, 40), (1.0, 8.0, 8)])
-def test_more_jobs_at_once_than_the_gpus_hold_are_refused(share, gpus, most):
-    """Two jobs of 0.6 never share a GPU, however many there are."""
-    ray.refuse_too_many(most, share, gpus)
-    with pytest.raises(UsageError, match=rf"Set --jobs {most},"):
-        ray.refuse_too_many(most + 1, share, gpus)
+def test_an_error_of_a_node_keeps_its_words():
+    """Ray makes it again in another process, as a copy does."""
+    error = UsageError([Problem("one", "One is wrong.", "Correct it."), Problem("two", "Two is wrong.")])
+    assert str(copy.copy(error)) == "One is wrong. Correct it.\nTwo is wrong."

@@ -156,7 +156,8 @@ def test_a_node_that_dies_and_ctrl_c(night: Night) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("gpus=1", "The Ray cluster has no GPU."),
+        ("gpus=1", "No node of the Ray cluster has what a job asks for: gpus=1, cpus=1."),
+        ("cpus=64", "No node of the Ray cluster has what a job asks for: gpus=0, cpus=64."),
         ("address=127.0.0.1:1", "No Ray cluster can be reached at 127.0.0.1:1"),
     ],
 )
@@ -179,10 +180,11 @@ def test_a_node_with_another_version_is_refused(night: Night, tmp_path: Path) ->
     draw_images(night.place / "root" / "ash")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{changed.parent}{os.pathsep}{CHECKOUT}")
-        node = night.cluster.add_node(**ONE_NODE)
-    batch = night.start()
+        node = night.cluster.add_node(**ONE_NODE | {"num_cpus": 2})
+    batch = night.start("--executor-option", "cpus=2")  # which no other node has
     said, _ = batch.communicate(timeout=240)
     night.cluster.remove_node(node)
     assert batch.returncode == 2, said
-    assert "it has lora-trainer 9.9.9, and this batch is of" in " ".join(said.split())
+    assert "ash: a node of the cluster cannot run it: ash is a job for lora-trainer" in " ".join(said.split())
+    assert "and this is 9.9.9" in " ".join(said.split())
     assert night.jobs()["ash"]["attempts"] == 0

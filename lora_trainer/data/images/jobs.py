@@ -59,7 +59,7 @@ def read_facts(what: tuple[str, int, int]) -> dict[str, Any]:
     except BrokenImageError as broken:
         return {"broken": [broken.code, broken.message, broken.fix]}
     except RemoteError as error:
-        return {"remote": error.strerror}
+        return {"remote": [error.why, error.fix]}
     # A write within the clock's step does not change the times.
     warm = time.time() - stamp.mtime / 1e9 < STILL_WARM
     found: dict[str, Any] = {"facts": list(astuple(facts)), "stamp": None if warm else list(stamp)}
@@ -111,8 +111,8 @@ def facts_in(file: io.FileIO, path: Path, span: Span | None) -> Facts:
     )
 
 
-def read_seen(what: tuple[str, int, int, str], *, is_mask: bool = False) -> str | dict[str, str]:
-    """The worker's job: one image measured, as JSON; or why its server does not send it.
+def read_seen(what: tuple[str, int, int, str], *, is_mask: bool = False) -> str | dict[str, list[str]]:
+    """The worker's job: one image measured, as JSON; or why its server does not send it, with the fix.
 
     Of a mask, the gray that training uses of it is measured.
     """
@@ -123,7 +123,7 @@ def read_seen(what: tuple[str, int, int, str], *, is_mask: bool = False) -> str 
     except BrokenImageError as broken:
         return seen_broken(broken).to_json()
     except RemoteError as error:
-        return {"remote": str(error.strerror)}
+        return {"remote": [error.why, error.fix]}
 
 
 def _measured(path: Path, span: Span | None, content: str, *, is_mask: bool = False) -> Seen:

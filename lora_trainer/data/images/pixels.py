@@ -16,7 +16,7 @@ from lora_trainer.core.errors import DatasetRefused, Problem, TrainingFailed
 from lora_trainer.data.buckets import fit_to, has_other_shape
 from lora_trainer.data.images.images import BrokenImageError, load_alpha, load_rgb
 from lora_trainer.data.images.masks import load_mask
-from lora_trainer.data.images.remote import RemoteError, unreachable
+from lora_trainer.data.images.remote import RemoteError, shown_place
 from lora_trainer.data.images.render import render, render_mask
 from lora_trainer.data.images.spans import content_of
 
@@ -117,7 +117,8 @@ def _unchanged(read: Callable[[], Read], path: Path, span: Span | None, content:
     except BrokenImageError as broken:
         raise DatasetRefused(Problem(broken.code, f"{path} {broken.message}", broken.fix)) from broken
     except RemoteError as error:
-        raise TrainingFailed(unreachable(path if span is None else span.file, error)) from error
+        place = path if span is None else span.file
+        raise TrainingFailed(error.problem_of(shown_place(place))) from error
     except OSError as error:
         raise DatasetRefused(
             Problem("image_unreadable", f"{path} cannot be read any more ({error}).", "Run again.")

@@ -39,18 +39,27 @@ KEPT_BYTES = 1 << 25  # of images in memory that are likely to be read again
 VERSIONS = ("ETag", "etag", "VersionId", "generation", "md5Hash", "LastModified", "last_modified", "updated", "mtime")
 OFFLINE = "HF_HUB_OFFLINE"  # what --offline sets
 
-
+# What to do about a file that cannot be read.
+RUN_AGAIN = "Run again when the server answers; what was read so far is kept."
 CHECK_NAME = "Check the address; a pattern such as {000..099} means every number from the first to the last."
+GO_ONLINE = "Run without --offline (and without HF_HUB_OFFLINE), or name shards on this disk."
+WITH_RANGES = "Download the shards, or serve them from a server with range requests, as nginx, S3 and most have."
+WITH_ACCESS = "Use an address that is signed, or one of a bucket whose credentials are set here, such as s3://."
 
 Found = TypeVar("Found")
 
 
 class RemoteError(OSError):
-    """Why a file cannot be read, in words that follow its name. `passing` ones may be over soon."""
+    """Why a file cannot be read, in words that follow its name, and what to do about it. `passing` ones may be over soon."""
 
-    def __init__(self, why: str, *, passing: bool = False, wait: float = 0.0) -> None:
+    def __init__(self, why: str, fix: str = RUN_AGAIN, *, passing: bool = False, wait: float = 0.0) -> None:
         super().__init__(None, why)
+        self.why, self.fix = why, fix
         self.passing, self.wait = passing, wait  # seconds until it may be over
+
+    def problem_of(self, name: object) -> Problem:
+        """The problem of what has this name. Images that cannot be fetched are not damaged, so none is left out."""
+        return Problem("data_unreadable", f"{name} cannot be read: {self.why}.", self.fix)
 
 
 @dataclass(frozen=True)
@@ -105,25 +114,6 @@ def read_pointer(path: Path) -> RemoteFile:
         raise RemoteError(f"its pointer {path} cannot be read: {error}") from error
 
 
-def fix_of(error: RemoteError) -> str:
-    """What to do about it, as an error's last words."""
-    why = str(error.strerror)
-    if "offline" in why:
-        return "Run without --offline (and without HF_HUB_OFFLINE), or name shards on this disk."
-    if "ranges" in why:
-        return "Download the shards, or serve them from a server with range requests, as nginx, S3 and most have."
-    if "not there" in why:
-        return CHECK_NAME
-    if "refuses access" in why:
-        return "Use an address that is signed, or one of a bucket whose credentials are set here, such as s3://."
-    return "Run again when the server answers; what was read so far is kept."
-
-
-def unreachable(place: Path, error: RemoteError) -> Problem:
-    """The problem of a source that cannot be read now. Its images are not damaged, so none is left out for it."""
-    return Problem("data_unreadable", f"{shown_place(place)} cannot be read: {error.strerror}.", fix_of(error))
-
-
 def look_up(url: str) -> RemoteFile:
     """The size and version of a file, from its first byte. Raises RemoteError."""
     refuse_offline(url)
@@ -160,7 +150,7 @@ def refuse_offline(url: str) -> None:
         "YES",
         "TRUE",
     ):
-        raise RemoteError("it is on the network, and offline nothing is fetched")
+        raise RemoteError("it is on the network, and offline nothing is fetched", GO_ONLINE)
 
 
 def _persistent(attempt: Callable[[], Found]) -> Found:
@@ -237,11 +227,11 @@ def _total_of(reply: Response, start: int) -> int:
         wait = float(after) if after.isdigit() else 0.0
         raise RemoteError(f"the server is busy (HTTP {status})", passing=True, wait=wait)
     if status in (401, 403):
-        raise RemoteError(f"the server refuses access (HTTP {status})")
+        raise RemoteError(f"the server refuses access (HTTP {status})", WITH_ACCESS)
     if status in (404, 410):
-        raise RemoteError(f"it is not there (HTTP {status})")
+        raise RemoteError(f"it is not there (HTTP {status})", CHECK_NAME)
     if status == 200:
-        raise RemoteError("the server sends whole files alone, and no parts of them (ranges)")
+        raise RemoteError("the server sends whole files alone, and no parts of them (ranges)", WITH_RANGES)
     found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", reply.headers.get("Content-Range", ""))
     if status != 206 or found is None or int(found[1]) != start:
         raise RemoteError(f"the server answers with HTTP {status} in place of a part of it")
@@ -278,9 +268,9 @@ def _from_bucket(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except FileNotFoundError as error:
-        raise RemoteError("it is not there") from error
+        raise RemoteError("it is not there", CHECK_NAME) from error
     except PermissionError as error:
-        raise RemoteError("the bucket refuses access") from error
+        raise RemoteError("the bucket refuses access", WITH_ACCESS) from error
     except Exception as error:
         why = str(error).split("\n")[0] or type(error).__name__
         raise RemoteError(f"the connection failed: {why}", passing=True) from error

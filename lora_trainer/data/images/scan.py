@@ -17,7 +17,7 @@ from lora_trainer.data.images.images import BrokenImageError
 from lora_trainer.data.images.jobs import Facts
 from lora_trainer.data.images.measures import MEASURES
 from lora_trainer.data.images.remembered import FilePlace, Kept, Remembered, Stamp, remembered, stamp_of
-from lora_trainer.data.images.remote import RemoteError, is_pointer, unreachable
+from lora_trainer.data.images.remote import RemoteError, is_pointer, shown_place
 from lora_trainer.data.images.workers import Progress, Task, Ticker, run_tasks
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ def not_sent(task: Task, result: Any) -> UsageError | None:
     """The problem of a source whose server did not send an image; None for any other result of a worker."""
     place = Path(task.what[0])
     if isinstance(result, dict) and "remote" in result:
-        return UsageError(unreachable(place, RemoteError(result["remote"])))
+        return UsageError(RemoteError(*result["remote"]).problem_of(shown_place(place)))
     if result == "hung" and is_pointer(place):
-        return UsageError(unreachable(place, RemoteError(f"no answer in {task.seconds:.0f} s", passing=True)))
+        return UsageError(RemoteError(f"no answer in {task.seconds:.0f} s").problem_of(shown_place(place)))
     return None
 
 

@@ -27,7 +27,6 @@ from lora_trainer.data.images.remote import (
     RemoteError,
     RemoteFile,
     RemoteReader,
-    fix_of,
     is_url,
     look_up,
     read_pointer,
@@ -72,7 +71,7 @@ def remote_places(urls: Sequence[str], request: SourceRequest, reading: SourceRe
     if failed:
         url, first = failed[0]
         some = f" ({len(failed)} of {len(urls)} shards cannot be read)" if len(failed) > 1 else ""
-        reading.problem(f"{shown_url(url)} cannot be read: {first.strerror}{some}.", fix_of(first))
+        reading.problem(f"{shown_url(url)} cannot be read: {first.why}{some}.", first.fix)
         return ()
     return tuple(places)
 
@@ -108,7 +107,7 @@ def shards_named_by(word: str, reading: SourceReading) -> list[str]:
             whole = posixpath.normpath(posixpath.join(posixpath.dirname(place.path) or "/", path))
             urls.append(name if is_url(name) else f"{place.scheme}://{place.netloc}{whole}{mark}{query}")
     except (RemoteError, TextError) as error:
-        why = error.strerror if isinstance(error, RemoteError) else str(error)
+        why = error.why if isinstance(error, RemoteError) else str(error)
         reading.problem(f"The index {shown_url(word)} cannot be read: {why}.", CHECK_NAME)
         return []
     outside = [url for url in urls if urlsplit(url)[:2] != place[:2]]
