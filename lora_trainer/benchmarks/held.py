@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_trainer.benchmarks.trials.memory import own_tensors, state_of
-from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.memory_plan.estimate import GIB
+from lora_trainer.memory_plan.trace import Counted
 
 if TYPE_CHECKING:
     from lora_trainer.training.step import StepContext

@@ -213,6 +213,16 @@ class Account(TorchDispatchMode):
         return result
 
 
+class Counted(Account):
+    """Follows the storages of a step that is really taken."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        return function(*arguments, **named)  # what was computed before says nothing of what is now
+
+
 class Watched(Offload):
     """Offloading whose storages are followed again when they return."""
 

@@ -90,7 +90,7 @@ from lora_trainer.run_folder.progress import Phase, Progress
 from lora_trainer.run_folder.record import BEFORE_AFTER, Record
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
-from lora_trainer.training.checkpoints.scratch import make_scratch
+from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.guidance import make_guidance_target
@@ -320,9 +320,9 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         return reason
 
     if saved.scratch is not None and is_main:
-        say, most = session.console.print, int(saved.scratch_limit_gb * 10**9)
         size = 3 * 4 * context.adapter.size  # of a checkpoint: fp32 weights, and AdamW's two moments
-        scratch = make_scratch(saved.scratch, session.folder, size, most, say)
+        limit = int(saved.scratch_limit_gb * 10**9)
+        scratch = Scratch(saved.scratch, session.folder / "checkpoints", size, limit, session.console.print)
 
     return Run(
         config=config,

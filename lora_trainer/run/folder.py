@@ -112,18 +112,10 @@ def wrong_scratch(scratch: str | None) -> list[Problem]:
     if scratch in (None, "auto"):
         return []
     place = Path(scratch).expanduser()
-    if not place.is_dir():
-        fix = "Create it, name another such as /dev/shm, or remove checkpoint.scratch."
-        return [Problem("scratch_not_usable", f"checkpoint.scratch: there is no folder {place}.", fix)]
-    if not os.access(place, os.W_OK):
-        return [
-            Problem(
-                "scratch_not_usable",
-                f"checkpoint.scratch: {place} cannot be written to.",
-                "Change its rights, or name another.",
-            )
-        ]
-    return []
+    if place.is_dir() and os.access(place, os.W_OK):
+        return []
+    message = f"checkpoint.scratch: {place} is no folder that can be written to."
+    return [Problem("scratch_not_usable", message, "Create it, change its rights, or name another such as /dev/shm.")]
 
 
 @contextlib.contextmanager

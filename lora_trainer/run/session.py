@@ -24,7 +24,7 @@ from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.optim.schedules import first_swa_step
 from lora_trainer.run.caching import CachePlans, fill_caches, plan_caches
 from lora_trainer.run.choices import Choices, cap_memory, choose, processes_on_their_gpus
-from lora_trainer.run.find_micro import earlier_find, find_micro, smallest
+from lora_trainer.run.find_micro import find_micro
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.messages import refuse_without_validation
@@ -169,22 +169,24 @@ def with_generated_images(session: Session) -> Session:
 def with_found_micro(session: Session, context: StepContext, data: CachedData) -> Session:
     """The session with the micro-batch size that `train.auto_find_micro_batch_size` finds, which is logged.
 
-    A resumed run keeps the size found at its start: another would change its rounding.
+    No micro-batch has more samples than a step has of one bucket. A resumed run keeps its size: another would change its
+    rounding.
     """
-    config, processes = session.config, session.processes
+    config, inputs, processes = session.config, session.inputs, session.processes
     if not config.train.auto_find_micro_batch_size:
         return session
-    most = min(session.choices.samples, config.train.max_micro_batch_size or session.choices.samples)
-    found = earlier_find(session.folder) if session.order.resume else None
-    if found is not None:
-        micro, reason = min(found, most), "found at the start of the run (train.auto_find_micro_batch_size)"
+    most = largest_of(config, inputs.train, inputs.train_plan, processes.world).in_bucket
+    most = min(most, config.train.max_micro_batch_size or most)
+    earlier = Record.read(session.folder) if session.order.resume else None
+    if earlier is not None and (batch := earlier.arithmetic.get("batch")) is not None:
+        micro, reason = min(int(batch), most), "as at the start of the run (train.auto_find_micro_batch_size)"
     else:
         with nullcontext() if context.compiled is None else context.compiled.off():
-            micro, reason = find_micro(config, session.inputs, context, data, most)
-        micro = smallest(micro, processes)
+            micro, reason = find_micro(config, inputs, context, data, most)
+        micro = processes.smallest(micro)
     choices = replace(session.choices, micro=micro, micro_reason=reason)
     session.console.print(choices.lines[-1])
-    steps = arithmetic(config, session.inputs.train, micro, processes.world)
+    steps = arithmetic(config, inputs.train, micro, processes.world)
     return replace(session, choices=choices, steps=steps)
 
 

@@ -520,6 +520,7 @@ def first_record(order: Order, inputs: Inputs, earlier: Record | None) -> Record
         changed=differences(order, earlier, config, versions),
         versions=versions,
         hardware=before.hardware,
+        arithmetic=before.arithmetic,
         data_hash=inputs.manifest.data_hash,
         model={"family": inputs.family.name, **named_absolutely(order.config.model)},
         dataset=dataset_facts(inputs),

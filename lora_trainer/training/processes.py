@@ -59,6 +59,12 @@ class Processes:
         self.await_gpu()
         return total.cpu()
 
+    def smallest(self, mine: int) -> int:
+        """The smallest number of all processes."""
+        numbers = torch.zeros(self.world)
+        numbers[self.rank] = mine
+        return int(self.sum_of_all(numbers).min())
+
 
 def when_done(device: torch.device) -> Callable[[], bool]:
     """A function that returns whether the device has done the work queued until now."""

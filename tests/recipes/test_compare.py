@@ -15,7 +15,7 @@ from lora_trainer.core.io import read_json
 from lora_trainer.export.lora_file import open_tensors
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.kept_steps import kept_steps, run_files, shown_weights_of
-from lora_trainer.training.checkpoints.best import write_best
+from lora_trainer.training.checkpoints.best import save_best
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
@@ -94,7 +94,7 @@ def test_a_step_whose_weights_cannot_be_written_is_skipped(bench: Bench, run: Pa
     (checkpoint,) = (path for path in list_checkpoints(folder / "checkpoints") if step_of(path) == 4)
     weights = shown_weights_of(checkpoint, config)
     assert weights is not None
-    write_best(folder / "checkpoints", 5, {name: value * 1e12 for name, value in weights.items()})
+    save_best(folder / "checkpoints", 5, {name: value * 1e12 for name, value in weights.items()})
     found = kept_steps(files, config, FAMILIES["sd15"], tmp_path / "written", lines.append)
     assert list(found) == [2, 4]
     assert [line.startswith("step 5 is not compared: ") for line in lines] == [True]

@@ -365,9 +365,9 @@ def test_the_largest_micro_batch_is_found_with_control_images(bench, qwen, monke
     folders = [bench.data.parent / "before", draw_pairs(bench.data.parent / "others", shift=3) / "before"]
     tried, measure = list[MicroBatch](), find_micro.measure_step
 
-    def measure_step(context, micro, **named):
+    def measure_step(context, micro, config):
         tried.append(micro)
-        return measure(context, micro, **named)
+        return measure(context, micro, config)
 
     monkeypatch.setattr(find_micro, "measure_step", measure_step)
     found = {"train__auto_find_micro_batch_size": "true", "train__effective_batch_size": 2}

@@ -17,7 +17,8 @@ from lora_trainer.run import find_micro as finding
 from lora_trainer.run.find_micro import largest_that_fits
 from tests.recipes.recipe import Bench, exported, losses, record
 
-FIVE: dict[str, object] = {"train__effective_batch_size": 5, "steps": 3, "validation__split": 0.0}
+# Each of the two buckets has five images.
+TEN: dict[str, object] = {"train__effective_batch_size": 10, "steps": 3, "validation__split": 0.0}
 
 
 @given(limit=st.integers(0, 200), most=st.integers(1, 128))
@@ -53,15 +54,15 @@ def chosen(bench: Bench, name: str) -> str:
 
 def test_the_found_size_is_used_and_recorded_and_changes_nothing_else(bench, monkeypatch, capsys):
     calls: list[int] = []
-    assert bench.run("plain", train__max_micro_batch_size=3, **FIVE) == 0
+    assert bench.run("plain", train__max_micro_batch_size=3, **TEN) == 0
     with monkeypatch.context() as patch:
         patch.setattr(loss_module, "squared_error", short_above(3, calls))
-        assert bench.run("found", train__auto_find_micro_batch_size="true", **FIVE) == 0
+        assert bench.run("found", train__auto_find_micro_batch_size="true", **TEN) == 0
     assert calls[:4] == [1, 2, 4, 3]
     assert max(calls[4:]) == 3
     assert exported(bench.folder("found")) == exported(bench.folder("plain"))
     assert chosen(bench, "found") in capsys.readouterr().out
-    assert "found by trying up to 5" in chosen(bench, "found")
+    assert "found by trying up to 5" in chosen(bench, "found"), "no micro-batch has two buckets"
     assert "4 run out of memory" in chosen(bench, "found")
     assert record(bench.folder("found"))["arithmetic"]["batch"] == 3
     assert read_toml(bench.folder("found") / "config.toml")["train"]["max_micro_batch_size"] == 3
@@ -73,25 +74,25 @@ def test_the_found_size_is_used_and_recorded_and_changes_nothing_else(bench, mon
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_found_size(bench, monkeypatch):
-    settings = FIVE | {"train__auto_find_micro_batch_size": "true", "checkpoint__every_n_steps": 1}
+    settings = TEN | {"train__auto_find_micro_batch_size": "true", "checkpoint__every_n_steps": 1}
     with monkeypatch.context() as patch:
         patch.setattr(loss_module, "squared_error", short_above(2, []))
         assert bench.run("whole", **settings) == 0
         assert bench.run("found", **settings | {"steps": 2}) == 0
     assert bench.run("found", "--resume", **settings) == 0
     assert chosen(bench, "found").startswith("micro-batch size: 2 ")
-    assert "found at the start of the run" in chosen(bench, "found")
+    assert "as at the start of the run" in chosen(bench, "found")
     assert losses(bench.folder("found")) == losses(bench.folder("whole"))
 
 
 @pytest.mark.slow
 def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
-    once = FIVE | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
+    once = TEN | {"steps": 1, "train__auto_find_micro_batch_size": "true"}
     memory = finding.measure_step
-    needs = {}
+    needs: dict[int, float] = {}
 
-    def measure_step(context: Any, micro: Any, **named: Any) -> int | None:
-        needs[len(micro.t)] = memory(context, micro, **named)
+    def measure_step(context: Any, micro: Any, config: Any) -> float:
+        needs[len(micro.t)] = memory(context, micro, config)
         return needs[len(micro.t)]
 
     monkeypatch.setattr(finding, "measure_step", measure_step)
@@ -99,7 +100,7 @@ def test_on_a_cpu_free_memory_is_never_filled(bench, monkeypatch):
     assert "5 need" in chosen(bench, "plenty")
     assert "free system memory" in chosen(bench, "plenty")
     assert sorted(needs) == [1, 2, 4, 5]
-    assert needs[4] == pytest.approx(4 * needs[1], rel=0.2), "activations grow with the samples"
+    assert needs[1] < needs[2] < needs[4] <= 4 * needs[1], "activations grow with the samples"
     room = (needs[2] + needs[4]) // 2
     monkeypatch.setattr(finding, "system_memory", lambda: (room * 100, room * 16))
     needs.clear()

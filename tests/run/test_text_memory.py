@@ -17,12 +17,26 @@ from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.texts import EncoderSize, TextSizes
 from lora_trainer.models.t5 import T5_TARGETS
 from lora_trainer.models.unet import CLIP_TARGETS
-from lora_trainer.run.find_micro import RememberedFind
 from lora_trainer.run.plans.plan import architecture_of, make_demand, make_plan
 from lora_trainer.run.settings import settle
 from lora_trainer.training.texts import checkpoint_layers, drop_nothing
 
 LAYERS, WIDTH, INNER, RANK = 3, 128, 512, 8
+
+
+def bytes_kept(encoder, tokens):
+    """Bytes that a forward pass keeps for the backward pass, each storage once, without the encoder's own."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*encoder.parameters(), *encoder.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = encoder(tokens)[0]
+    output.sum().backward()
+    return sum(size for place, size in kept.items() if place not in own)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -35,11 +49,7 @@ def test_clip_keeps_the_predicted_memory(checkpointed):
     sum_updates(encoder)
     if checkpointed:
         checkpoint_layers(encoder)
-    kept = RememberedFind(encoder)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        loss = encoder(torch.zeros(2, 77, dtype=torch.long))[0].sum()
-        forward = kept.most
-        loss.backward()
+    forward = bytes_kept(encoder, torch.zeros(2, 77, dtype=torch.long))
     sizes = EncoderSize(LAYERS, WIDTH, INNER, rank=RANK, tokens=77)
     expected = 4 * sizes.kept(2, checkpointed=checkpointed)
     if checkpointed:  # those of its layers come in turn, outside of the hooks
@@ -68,11 +78,7 @@ def test_t5_keeps_the_predicted_memory(checkpointed):
     sum_updates(encoder)
     if checkpointed:
         checkpoint_layers(encoder)
-    kept = RememberedFind(encoder)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        loss = encoder(torch.zeros(2, tokens, dtype=torch.long))[0].sum()
-        forward = kept.most
-        loss.backward()
+    forward = bytes_kept(encoder, torch.zeros(2, tokens, dtype=torch.long))
     sizes = EncoderSize(LAYERS, WIDTH, INNER, attention=heads * each, scores=heads, rank=RANK, tokens=tokens)
     expected = 2 * sizes.kept(2, checkpointed=checkpointed)
     if checkpointed:  # those of its layers come in turn, outside of the hooks

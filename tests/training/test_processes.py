@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import SIGNALS, Interrupt, StepAborted, listening
 from lora_trainer.evaluation.validation_loss import ValidationLoss
-from lora_trainer.run.find_micro import smallest
 from lora_trainer.training import processes as rooms
 from lora_trainer.training.loop import report_end
 from lora_trainer.training.metrics import Metrics
@@ -59,7 +58,7 @@ READS: dict[str, Callable[[Run, Reporter], object]] = {
     "what fits": lambda run, reporter: agree_across_processes(run, OomFallback(), 10, reporter),
     "aborted": lambda run, reporter: any_aborted(run, mine=False),
     "the validation loss": lambda run, reporter: broadcast_loss(run, ValidationLoss(1.0, 1.0)),
-    "the smallest micro-batch": lambda run, reporter: smallest(2, run.processes),
+    "the smallest micro-batch": lambda run, reporter: run.processes.smallest(2),
 }
 
 

@@ -9,8 +9,7 @@ import torch
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.benchmarks.trials.memory import own_tensors
-from lora_trainer.benchmarks.trials.steps import Counted
-from lora_trainer.memory_plan.trace import Subject, Watched, _micro_batch, make_subject, trace
+from lora_trainer.memory_plan.trace import Counted, Subject, Watched, _micro_batch, make_subject, trace
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture
 from lora_trainer.models.folder import read_config
@@ -45,7 +44,7 @@ def really_held(context: StepContext, subject: Subject, *, offloaded: bool) -> i
     frozen, adapter = own_tensors(context)
     for tensor in (*frozen, *adapter):
         account.follow(tensor)
-    before = account.now
+    before = account.live
     if offloaded:
         context = replace(context, predict=Watched(account, context.denoiser, CPU).around(context.predict))
     micro = _micro_batch(subject, MICRO, SIDE, SIDE)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, TimedRow
 from lora_trainer.benchmarks.trials.expected import model_of
-from lora_trainer.benchmarks.trials.steps import Counted
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB
+from lora_trainer.memory_plan.trace import Counted
 from lora_trainer.models.attention.backends import BACKENDS, math
 from lora_trainer.models.attention.probe import time_attention
 from lora_trainer.models.attention.shapes import AttentionShape, shapes_of

@@ -19,7 +19,6 @@ from lora_trainer.benchmarks.measures import Column, Report, RequestedMeasure, T
 from lora_trainer.benchmarks.subject import BenchSubject, subject_of
 from lora_trainer.benchmarks.trials.expected import AtPeak, Expected, expected_of
 from lora_trainer.benchmarks.trials.steps import (
-    Counted,
     StepMemory,
     Steps,
     held_on,
@@ -30,6 +29,7 @@ from lora_trainer.benchmarks.trials.steps import (
 )
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, FRAGMENTATION, GIB
+from lora_trainer.memory_plan.trace import Counted
 from lora_trainer.optim.state_size import ROUNDING
 from lora_trainer.run.choices import gpu_gib
 

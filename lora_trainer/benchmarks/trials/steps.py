@@ -22,7 +22,6 @@ from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, reso
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB
-from lora_trainer.memory_plan.trace import Account
 from lora_trainer.training.step import StepContext, StepSettings, train_step
 
 if TYPE_CHECKING:
@@ -170,13 +169,3 @@ def held_on(device: torch.device, retries: int) -> StepMemory:
         return StepMemory()
     most, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return StepMemory(most, reserved, retries_of(device) - retries)
-
-
-class Counted(Account):
-    """Follows the storages of a step that is really taken."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def _result(self, function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        return function(*arguments, **named)  # what was computed before says nothing of what is now

@@ -27,8 +27,10 @@ def best_path(folder: Path, step: int) -> Path:
 
 def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
     """Write the weights of a step. Raises TrainingFailed when the disk refuses."""
+    path = best_path(folder, step)
     try:
-        write_best(folder, step, {name: value.detach().cpu() for name, value in weights.items()})
+        with atomic_path(path) as temporary:
+            verify_sealed(temporary, path.name, write_sealed(temporary, weights, path.name))
     except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
@@ -37,14 +39,6 @@ def save_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
                 f"{resume_hint(folder)} {what_helps(error)}.",
             )
         ) from error
-
-
-def write_best(folder: Path, step: int, weights: Mapping[str, Tensor]) -> Path:
-    """The same, but raises OSError, and DamagedFile where the file reads back otherwise; returns its path."""
-    path = best_path(folder, step)
-    with atomic_path(path) as temporary:
-        verify_sealed(temporary, path.name, write_sealed(temporary, weights, path.name))
-    return path
 
 
 def read_best(folder: Path, step: int) -> dict[str, Tensor] | None:

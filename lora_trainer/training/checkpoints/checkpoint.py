@@ -113,9 +113,13 @@ def unflatten(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder/step-000123`, read it back, and return it. Raises TrainingFailed when the disk refuses."""
+    """Write `folder/step-000123`, read it back, and return it. Leaves nothing incomplete.
+
+    Raises TrainingFailed when the disk refuses, or it reads back otherwise.
+    """
+    target = folder / step_name(checkpoint.state.step)
     try:
-        return write_checkpoint(folder, checkpoint)
+        put_in_place(target, partial(write_parts, checkpoint=checkpoint))
     except (OSError, DamagedFile) as error:
         raise TrainingFailed(
             Problem(
@@ -124,17 +128,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 f"{resume_hint(folder)} {what_helps(error)}.",
             )
         ) from error
-
-
-def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """The same, but raises OSError, and DamagedFile where it reads back otherwise. Leaves nothing incomplete."""
-    target = folder / step_name(checkpoint.state.step)
-    put_in_place(target, partial(write_parts, checkpoint=checkpoint))
     return target
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Copy a checkpoint into another folder, as `write_checkpoint` writes one: whole or not at all. Raises the same."""
+    """Copy a checkpoint into another folder, whole or not at all. Raises OSError, and DamagedFile where it reads back otherwise."""
 
     def copy_parts(hidden: Path) -> None:
         names = {*read_state(source)["files"], STATE}

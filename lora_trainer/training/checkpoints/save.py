@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import flush_folder
 from lora_trainer.export.tensor_file import DamagedFile
 from lora_trainer.optim.random_updates import seen_in_fp32
-from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best, write_best
+from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
     Keep,
@@ -30,9 +31,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
     resume_hint,
     save_checkpoint,
     unflatten,
-    write_checkpoint,
 )
-from lora_trainer.training.checkpoints.scratch import copy_best
 from lora_trainer.training.run import Run, is_regular
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
     state, what = checkpoint.state, f"the checkpoint of step {checkpoint.state.step}"
     fast = None
     if run.scratch is not None:
-        fast = run.scratch.write(size, lambda folder: write_checkpoint(folder, checkpoint), run.copier.settle)
+        fast = run.scratch.write(checkpoint, size, run.copier.settle)
     if fast is None:
         run.copier.settle()  # older ones first
         write_with_retry(what, run.folder, partial(save_checkpoint, run.checkpoints, checkpoint), size)
@@ -147,9 +146,10 @@ def write(run: Run, checkpoint: Checkpoint, size: int) -> None:
         return
 
     def copy() -> None:
-        copy_out(run, what, fast, partial(copy_checkpoint, fast, run.checkpoints), size)
+        write_with_retry(what, run.folder, partial(copy_out, run, fast), size)
         tidy(run, state)
-        remove(fast)
+        with suppress(OSError):
+            remove(fast)
 
     run.copier.put("copy", copy, {})
 
@@ -164,18 +164,17 @@ def tidy(run: Run, state: TrainState) -> None:
     prune_best(run.checkpoints, state.step, state.best_step)
 
 
-def copy_out(run: Run, what: str, source: Path, copy: Callable[[], None], size: int) -> None:
-    """Copy from the scratch folder to the run's, once its disk accepts it. Raises TrainingFailed."""
-
-    def attempt() -> None:
-        try:
-            copy()
-        except (OSError, DamagedFile) as error:
-            message = f"{what[:1].upper()}{what[1:]} could not be copied from {source.parent} ({error})."
-            fix = f"{resume_hint(run.checkpoints)} It stays in {source.parent}, where --resume finds it."
-            raise TrainingFailed(Problem("checkpoint_not_written", message, fix)) from error
-
-    write_with_retry(what, run.folder, attempt, size)
+def copy_out(run: Run, fast: Path) -> None:
+    """Copy a checkpoint from the scratch folder to the run's. Raises TrainingFailed."""
+    if not fast.exists():
+        run.say(f"warning: {fast} was deleted before it was copied: the run continues without it")
+        return
+    try:
+        copy_checkpoint(fast, run.checkpoints)
+    except (OSError, DamagedFile) as error:
+        message = f"{fast} could not be copied to {run.checkpoints} ({error})."
+        fix = f"{resume_hint(run.checkpoints)} {fast.name} stays where it is, and --resume finds it."
+        raise TrainingFailed(Problem("checkpoint_not_written", message, fix)) from error
 
 
 def keep_best(run: Run, step: int) -> None:
@@ -185,24 +184,10 @@ def keep_best(run: Run, step: int) -> None:
     buffers = run.writer.buffers("best")
     weights, ready = copy_to_cpu(run.context.shown(), buffers), copy_barrier(run)
 
-    what = f"the file of the best weights, of step {step},"
-
     def write_item() -> None:
         ready()
-        size = bytes_of(buffers)
-        fast = None
-        if run.scratch is not None:
-            fast = run.scratch.write(size, lambda folder: write_best(folder, step, weights), run.copier.settle)
-        if fast is None:
-            run.copier.settle()
-            write_with_retry(what, run.folder, partial(save_best, run.checkpoints, step, weights), size)
-            return
-
-        def copy() -> None:
-            copy_out(run, what, fast, partial(copy_best, fast, run.checkpoints), size)
-            fast.unlink()
-
-        run.copier.put("copy", copy, {})
+        what = f"the file of the best weights, of step {step},"
+        write_with_retry(what, run.folder, partial(save_best, run.checkpoints, step, weights), bytes_of(buffers))
 
     run.writer.put("best", write_item, buffers)
 

@@ -8,30 +8,33 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lora_trainer.core import disk
+from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.io import remove_unfinished
+from lora_trainer.run_folder.lock import LOCK
+from lora_trainer.run_folder.progress import ProgressFile
 from lora_trainer.training.checkpoints import save as saving
 from lora_trainer.training.checkpoints import scratch as scratching
-from lora_trainer.training.checkpoints.best import read_best, write_best
 from lora_trainer.training.checkpoints.checkpoint import (
     Checkpoint,
+    NewerVersion,
     list_checkpoints,
     newest_valid,
     put_back,
     read_checkpoint,
     save_checkpoint,
+    sealed_text,
     step_of,
-    write_checkpoint,
 )
-from lora_trainer.training.checkpoints.scratch import Scratch, place_in, take_over
+from lora_trainer.training.checkpoints.scratch import PREFIX, Scratch, take_over
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
 from tests.recipes.recipe import patched
@@ -44,31 +47,33 @@ SETTINGS: dict[str, object] = {"validation__every_n_steps": 2, "checkpoint__ever
 def test_auto_takes_the_place_that_is_fast_enough_to_be_worth_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, memory, disk, gone = (tmp_path / name for name in ("run", "memory", "disk", "gone"))
+    run, memory, disk = (tmp_path / name for name in ("run", "memory", "disk"))
     for folder in (run, memory, disk):
         folder.mkdir()
-    monkeypatch.setattr(scratching, "AUTO_PLACES", (str(memory), str(disk), str(gone)))
+    monkeypatch.setattr(scratching, "MEMORY", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
     monkeypatch.setattr(scratching, "LEFT_FREE", 0.0)
     lines = list[str]()
     for speeds, expected in (
         ({run: 1e8, memory: 2e9, disk: 3e8}, memory),
         ({run: 1e8, memory: 3e8, disk: 5e8}, disk),
-        ({run: 1e9, memory: 1.9e9, disk: 1e8}, None),
+        ({run: 1e9, memory: 1.9e9, disk: 1e8}, run),
     ):
-        monkeypatch.setattr(scratching, "bytes_per_second", speeds.__getitem__)
-        assert scratching.fastest_place(run, 10**6, 10**9, lines.append) == expected
+        monkeypatch.setattr(scratching, "write_speed", speeds.__getitem__)
+        assert scratching.fastest_place(run, 10**6, lines.append) == expected
     assert str(memory) in lines[0]
-    assert scratching.fastest_place(run, 10**6, 10**5, lines.append) is None, "a checkpoint is above the limit"
-    assert scratching.fastest_place(run, 2**62, 2**63, lines.append) is None, "no place has so much room"
+    monkeypatch.setattr(scratching, "MEMORY", tmp_path / "gone")
+    monkeypatch.setattr(scratching, "write_speed", {run: 1e8, disk: 3e8}.__getitem__)
+    assert scratching.fastest_place(run, 10**6, lines.append) == disk
+    assert scratching.fastest_place(run, 2**62, lines.append) == run, "no place has so much room"
     monkeypatch.setattr(scratching, "LEFT_FREE", 1.1)
-    assert scratching.fastest_place(run, 0, 1, lines.append) is None, "a share stays free for others"
+    assert scratching.fastest_place(run, 0, lines.append) == run, "a share stays free for others"
 
 
 def test_the_speed_of_a_folder_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
-    assert scratching.bytes_per_second(tmp_path) > 0
+    assert scratching.write_speed(tmp_path) > 0
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FileNotFoundError):
-        scratching.bytes_per_second(tmp_path / "gone")
+    assert scratching.write_speed(tmp_path / "gone") == 0
 
 
 def checkpoint_at(step: int) -> Checkpoint:
@@ -84,14 +89,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "fast"
 
 
-@contextmanager
-def killed_session(root: Path, checkpoints: Path) -> Iterator[Path]:
-    """The folder of a session that is killed at the end of the block."""
-    scratch = Scratch(root, checkpoints, 10**9, print).__enter__()
+def killed_session(root: Path, checkpoints: Path, *steps: int) -> Path:
+    """The folder of a session that was killed when it had written these checkpoints there."""
+    scratch = Scratch(str(root), checkpoints, 0, 10**9, print).__enter__()
     assert scratch.folder is not None
-    yield scratch.folder
-    assert scratch._lock is not None
-    scratch._lock.release()  # as the system does
+    for step in steps:
+        save_checkpoint(scratch.folder, checkpoint_at(step))
+    return scratch.folder
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -126,6 +130,48 @@ def test_a_slow_disk_does_not_hold_up_what_is_written_fast(place: TinyPlace, roo
         place.train(run)
     assert there[0] == [6, 4, 2]
     assert steps_in(run.checkpoints) == [6, 4, 2]
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_copied_ends_nothing(place: TinyPlace, root: Path) -> None:
+    plain = place.run("plain", **SETTINGS)
+    place.train(plain)
+    lines = list[str]()
+    run = replace(place.run("run", checkpoint__scratch=str(root), **SETTINGS), say=lines.append)
+    copy = saving.copy_checkpoint
+
+    def delete_first(source: Path, folder: Path) -> None:
+        if source.name == "step-000002":
+            shutil.rmtree(source)
+        copy(source, folder)
+
+    with (
+        patched(saving, "copy_checkpoint", delete_first),
+        patient(Patience(minutes=1.0)),
+        patched(disk, "RETRY_EVERY", 0),
+    ):
+        place.train(run)
+    assert steps_in(run.checkpoints)[0] == 6
+    assert outcome(run)["tensors"] == outcome(plain)["tensors"]
+    assert [line for line in lines if "step-000002 was deleted before it was copied" in line]
+
+
+def test_a_step_that_is_saved_twice_waits_for_its_first_copy(place: TinyPlace, root: Path) -> None:
+    """As by a signal right after a checkpoint, while the disk is slow."""
+    run = place.run("run", checkpoint__scratch=str(root), **SETTINGS)
+    copy, copied = saving.copy_checkpoint, list[int]()
+
+    def slow(source: Path, folder: Path) -> None:
+        time.sleep(0.2)
+        copy(source, folder)
+        copied.append(step_of(source))
+
+    assert run.scratch is not None
+    with run.scratch, run.copier, run.writer, patched(saving, "copy_checkpoint", slow):
+        saving.save(run, TrainState(step=2))
+        saving.save(run, TrainState(step=2, seconds=1.0), last=True)
+    assert copied == [2, 2]
+    assert read_checkpoint(run.checkpoints / "step-000002").state.seconds == 1.0
+    assert list(root.iterdir()) == []
 
 
 @pytest.mark.parametrize("why", ["full", "gone", "refusing"])
@@ -194,28 +240,39 @@ def test_of_several_processes_the_main_one_writes(place: TinyPlace, root: Path) 
 def test_leftovers_of_a_killed_run_are_taken_over(tmp_path: Path, root: Path) -> None:
     checkpoints, lines = tmp_path / "run" / "checkpoints", list[str]()
     save_checkpoint(checkpoints, checkpoint_at(2))
-    with killed_session(root, checkpoints) as folder:
-        write_checkpoint(folder, checkpoint_at(2))  # copied, and not yet removed
-        write_checkpoint(folder, checkpoint_at(4))
-        write_best(folder, 3, {"a": torch.ones(2)})
-        damaged = write_checkpoint(folder, checkpoint_at(6)) / "adapter.safetensors"
-        damaged.write_bytes(damaged.read_bytes()[:-1])
-        (folder / ".step-000008.part").mkdir()
+    folder = killed_session(root, checkpoints, 2, 4, 6)  # step 2 was copied, and not yet removed
+    damaged = folder / "step-000006" / "adapter.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (folder / ".step-000008.part").mkdir()
     take_over(checkpoints, lines.append)
     assert steps_in(checkpoints) == [4, 2]
     assert torch.equal(read_checkpoint(checkpoints / "step-000004").adapter["a"], torch.full((4, 4), 4.0))
-    assert read_best(checkpoints, 3) is not None
-    assert next(line for line in lines if "damaged" in line).startswith(f"warning: {folder / 'step-000006'} is damaged")
+    assert [line for line in lines if line.startswith("warning: ")] == [
+        f"warning: {folder / 'step-000006'} is damaged and skipped"
+    ]
     assert list(root.iterdir()) == []
+    lines.clear()
     take_over(checkpoints, lines.append)
-    assert len(lines) == 2, "once"
+    assert lines == [], "once"
+
+
+def test_what_a_newer_version_left_is_refused_and_kept(tmp_path: Path, root: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    folder = killed_session(root, checkpoints, 4)
+    state = folder / "step-000004" / "state.json"
+    document = json.loads(state.read_text())
+    del document["sha256"]
+    state.write_bytes(sealed_text(document | {"version": 99}))
+    for _ in range(2):
+        with pytest.raises(NewerVersion):
+            take_over(checkpoints, print)
+    assert steps_in(folder) == [4]
 
 
 def test_a_scratch_folder_that_is_gone_costs_what_was_in_it(tmp_path: Path, root: Path) -> None:
     checkpoints, lines = tmp_path / "run" / "checkpoints", list[str]()
     save_checkpoint(checkpoints, checkpoint_at(2))
-    with killed_session(root, checkpoints) as folder:
-        write_checkpoint(folder, checkpoint_at(4))
+    killed_session(root, checkpoints, 4)
     shutil.rmtree(root)
     take_over(checkpoints, lines.append)
     assert "is gone" in lines[0]
@@ -223,72 +280,54 @@ def test_a_scratch_folder_that_is_gone_costs_what_was_in_it(tmp_path: Path, root
 
 
 def test_the_next_run_removes_what_nobody_needs(tmp_path: Path, root: Path) -> None:
-    waiting, copied = (tmp_path / name / "checkpoints" for name in ("waiting", "copied"))
-    for checkpoints in (waiting, copied):
-        with killed_session(root, checkpoints) as folder:
-            write_checkpoint(folder, checkpoint_at(4))
+    waiting, copied, alive = (tmp_path / name / "checkpoints" for name in ("waiting", "copied", "alive"))
+    folders = [killed_session(root, checkpoints, 4) for checkpoints in (waiting, copied, alive)]
+    half_written = killed_session(root, tmp_path / "half" / "checkpoints")
+    (half_written / ".step-000004.part").mkdir()
     save_checkpoint(copied, checkpoint_at(4))
-    place, elsewhere, lines = place_in(root), tmp_path / "elsewhere", list[str]()
-    elsewhere.mkdir()
-    (elsewhere / "file").write_text("mine")
-    link = place / ("0" * 32)
-    link.symlink_to(elsewhere)
-    with killed_session(root, tmp_path / "alive" / "checkpoints") as alive:
-        with Scratch(root, tmp_path / "next" / "checkpoints", 10**9, lines.append) as scratch:
-            assert scratch.folder is not None
-            kept = {path.name for path in place.iterdir()} - {link.name, scratch.folder.name, alive.name}
-        assert len(kept) == 1
-        assert "--resume of" in lines[0]
-        assert str(waiting.parent) in lines[0]
-        assert alive.exists()
-    assert (elsewhere / "file").exists()
-    take_over(waiting, lines.append)
+    save_checkpoint(alive, checkpoint_at(4))
+    lines = list[str]()
+    (alive.parent / LOCK).touch()
+    with ProgressFile(alive.parent), Scratch(str(root), tmp_path / "next" / "checkpoints", 0, 10**9, lines.append):
+        assert [folder.exists() for folder in folders] == [True, False, True]
+        assert not half_written.exists()
+    assert [str(folders[0]) in line and str(waiting.parent) in line for line in lines] == [True]
+    take_over(waiting, print)
     assert steps_in(waiting) == [4]
 
 
 def test_only_folders_that_a_session_made_are_removed(tmp_path: Path, root: Path) -> None:
-    """Whatever its name and age: a checkout beside ours, or one below ours that no session made."""
-    with killed_session(root, tmp_path / "run" / "checkpoints"):
-        pass
-    place = place_in(root)
-    users = [root / "lora-trainer-main", root / ("a" * 32), place / "notes", place / ("b" * 32)]
+    users = [root / "lora-trainer-main", root / f"{PREFIX}notes", tmp_path / "elsewhere"]
     for folder in users:
         folder.mkdir()
         (folder / "thesis.txt").write_text("mine")
-        os.utime(folder, (0, 0))
-    half_made = place / ("c" * 32)
-    half_made.mkdir()
-    os.utime(half_made, (0, 0))
-    with Scratch(root, tmp_path / "next" / "checkpoints", 10**9, print):
-        assert not half_made.exists()
-    assert [(folder / "thesis.txt").read_text() for folder in users] == ["mine"] * 4
+    made = killed_session(root, tmp_path / "run" / "checkpoints")
+    shutil.copy(made / "owner.json", users[-1])
+    (root / f"{PREFIX}link").symlink_to(users[-1])
+    with Scratch(str(root), tmp_path / "next" / "checkpoints", 0, 10**9, print):
+        assert not made.exists()
+    assert [(folder / "thesis.txt").read_text() for folder in users] == ["mine"] * 3
 
 
-@pytest.mark.parametrize("parents", ["", f"{place_in(Path()).name}/"])
-def test_a_run_folder_of_somebody_else_names_nothing_that_is_removed(parents: str, tmp_path: Path, root: Path) -> None:
+@pytest.mark.parametrize("name", ["lora-trainer-outputs", f"{PREFIX}mine"])
+def test_a_run_folder_of_somebody_else_names_nothing_that_is_removed(name: str, tmp_path: Path, root: Path) -> None:
     checkpoints, lines = tmp_path / "foreign" / "checkpoints", list[str]()
     save_checkpoint(checkpoints, checkpoint_at(2))
-    for name in ("lora-trainer-outputs", "a" * 32):
-        named = root / f"{parents}{name}"
-        write_checkpoint(named, checkpoint_at(4))
-        (checkpoints / "scratch.json").write_text(json.dumps({"folder": str(named)}))
-        take_over(checkpoints, lines.append)
-        assert steps_in(named) == [4]
-        assert "it is left alone" in lines.pop()
+    save_checkpoint(root / name, checkpoint_at(4))
+    (checkpoints / "scratch.json").write_text(json.dumps({"path": str(root / name)}))
+    take_over(checkpoints, lines.append)
+    assert steps_in(root / name) == [4]
+    assert "nothing is copied from there" in lines[0]
     assert steps_in(checkpoints) == [2]
 
 
-def test_a_copied_run_takes_nothing_from_the_other(tmp_path: Path, root: Path) -> None:
+def test_a_copied_run_leaves_the_other_what_it_has(tmp_path: Path, root: Path) -> None:
     checkpoints, copied, lines = tmp_path / "run" / "checkpoints", tmp_path / "copy" / "checkpoints", list[str]()
-    with killed_session(root, checkpoints) as folder:
-        write_checkpoint(folder, checkpoint_at(4))
-        shutil.copytree(checkpoints, copied)
-        take_over(copied, lines.append)
-        assert "is in use by the run" in lines.pop()
-        assert steps_in(copied) == []
-        assert steps_in(folder) == [4]
+    folder = killed_session(root, checkpoints, 4)
+    shutil.copytree(checkpoints, copied)
     take_over(copied, lines.append)
     assert "stays" in lines[-1]
+    assert steps_in(folder) == [4]
     take_over(checkpoints, lines.append)
     assert steps_in(copied) == steps_in(checkpoints) == [4]
     assert list(root.iterdir()) == []
@@ -298,19 +337,15 @@ def test_a_copied_run_takes_nothing_from_the_other(tmp_path: Path, root: Path) -
 def test_a_moved_run_keeps_what_was_not_copied(is_replaced: bool, tmp_path: Path, root: Path) -> None:
     """Also where another run trains in its old place, with checkpoints of the same steps."""
     checkpoints, lines = tmp_path / "run" / "checkpoints", list[str]()
-    with killed_session(root, checkpoints) as folder:
-        write_checkpoint(folder, checkpoint_at(4))
-        write_best(folder, 3, {"a": torch.ones(2)})
+    folder = killed_session(root, checkpoints, 4)
     (tmp_path / "run").rename(tmp_path / "moved")
     if is_replaced:
         save_checkpoint(checkpoints, checkpoint_at(4))
-    with Scratch(root, tmp_path / "next" / "checkpoints", 10**9, lines.append):
+    with Scratch(str(root), tmp_path / "next" / "checkpoints", 0, 10**9, lines.append):
         assert str(folder) in lines[0]
-        assert "where that run is not any more" in lines[0]
     moved = tmp_path / "moved" / "checkpoints"
     take_over(moved, print)
     assert steps_in(moved) == [4]
-    assert read_best(moved, 3) is not None
 
 
 CHILD = """
@@ -332,9 +367,9 @@ def hang(path):
     print("now", flush=True)
     time.sleep(600)
 
-with Scratch(root, checkpoints, 10**9, print) as scratch:
+with Scratch(str(root), checkpoints, 0, 10**9, print) as scratch:
     for step in (2, 4):
-        fast = checkpoint.write_checkpoint(scratch.folder, checkpoint_at(step))
+        fast = checkpoint.save_checkpoint(scratch.folder, checkpoint_at(step))
         if step == 4 and when == "before":
             hang(fast)
         if step == 4 and when == "half":
@@ -362,8 +397,8 @@ def test_a_kill_loses_nothing(when: str, tmp_path: Path, root: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     kill_a_child(CHILD, str(root), str(checkpoints), when)
     assert steps_in(checkpoints) == ([4, 2] if when == "after" else [2]), "what was on the run's folder is there"
-    (folder,) = place_in(root).iterdir()
-    assert json.loads((checkpoints / "scratch.json").read_text())["folder"] == str(folder)
+    (folder,) = root.iterdir()
+    assert json.loads((checkpoints / "scratch.json").read_text())["path"] == str(folder)
     put_back(checkpoints)  # as the next run does
     remove_unfinished(checkpoints.parent)
     take_over(checkpoints, print)
