@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from lora_trainer.core.disk import FULL, refusal
 from lora_trainer.core.errors import BUG, TRAINING_FAILED, WRONG_USAGE, Problem, UserError, first_line, is_out_of_memory
@@ -72,7 +73,12 @@ def _library_that_fails(error: BaseException) -> Problem | None:
         missing = error.name.partition(".")[0]
         if missing == "lora_trainer":
             return None
-        return Problem("library_missing", f"The library {missing} is not installed.", f"Run: pip install {missing}.")
+        if find_spec(missing) is None:
+            return Problem(
+                "library_missing", f"The library {missing} is not installed.", f"Run: pip install {missing}."
+            )
+        message = f"The {missing} that is installed has no {error.name}: another version is needed."
+        return Problem("library_broken", message, "Run: pip install --upgrade lora-trainer.")
     importing = [
         str(frame.f_globals.get("__name__", ""))
         for frame, _ in traceback.walk_tb(error.__traceback__)

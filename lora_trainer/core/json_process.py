@@ -49,13 +49,17 @@ class JsonProcess:
         timer.daemon = True
         timer.start()
         line = b""
-        with contextlib.suppress(OSError, ValueError):
-            send(self._requests, request)
-            line = self._answers.readline()
-        timer.cancel()
-        if line.endswith(b"\n"):
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                send(self._requests, request)
+                line = self._answers.readline()
+        finally:
+            timer.cancel()
+        is_whole = line.endswith(b"\n")
+        if is_late.is_set() or not is_whole:
+            self.close()
+        if is_whole:
             return json.loads(line)
-        self.close()
         raise TimeoutError if is_late.is_set() else EOFError
 
     def answers(self, request: Any) -> Iterator[Any]:

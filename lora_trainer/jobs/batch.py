@@ -116,7 +116,7 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         with listening():
             try:
                 with watching(store, console):
-                    if left or (chosen.CONTINUES and any(job.status == "running" for job in listed)):
+                    if left or any(job.status == "running" for job in listed):
                         stopped = chosen.submit(store, order.options)
             finally:
                 with unless_refused():  # it has been waited for

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNALED, TRAINING_FAILED
 from lora_trainer.core.hardware import this_machine
-from lora_trainer.run_folder.alive import is_running
+from lora_trainer.run_folder.process import is_running, process_start
 
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it
@@ -179,7 +177,7 @@ def this_process() -> str:
 
     It also names the machine until it restarts, and its container: several may have one host name.
     """
-    start = round(psutil.Process().create_time(), 2)
+    start = process_start(os.getpid())
     return json.dumps([socket.gethostname(), os.getpid(), start, this_machine()])
 
 
@@ -192,6 +190,7 @@ def is_dead(holder: str, silence: float, *, on_one_machine: bool = True) -> bool
     is_same_host = host == socket.gethostname()
     if is_same_host and machine == this_machine():
         return not is_running(number, started)
-    if is_same_host and on_one_machine:
+    has_restarted = machine.rpartition("-")[0] != this_machine().rpartition("-")[0]  # else it is in another container
+    if is_same_host and on_one_machine and has_restarted:
         return True
     return silence > SILENT_SECONDS

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from lora_trainer.run_folder.progress import Progress
 
 FOLDER, LIST, JOB = "jobs", ".batch", "job.json"
+FIRST = "0001.json"  # entry of the list, as of each job
 WRITTEN = "the list of jobs"  # as a message about a full disk has it
 VERSION = 1
 UNREADABLE_TRIES, UNREADABLE_EVERY = 50, 0.1  # a disk may show another machine's new file after a moment, in seconds
@@ -134,14 +135,19 @@ class EventLog(Generic[State]):
         self.folder, self._fold, self._lock = folder, fold, threading.Lock()
         self._entries = 0
         self.known = begin  # what the entries say that were read so far
+        self._newest: Entry | None = None
 
     def read(self) -> tuple[int, State]:
         """How many entries there are, and what they say. Raises OSError."""
         with self._lock:
             while (entry := self._read(self._entries + 1)) is not None:
-                self.known = self._fold(self.known, entry)
+                self.known, self._newest = self._fold(self.known, entry), entry
                 self._entries += 1
             return self._entries, self.known
+
+    def ends_with(self, document: Mapping[str, Any]) -> bool:
+        """Whether the newest entry that was read is this one, whose making met an error: it is there nevertheless."""
+        return self._newest is not None and self._newest.document.get("id") == document["id"]
 
     def append(self, document: Mapping[str, Any], after: int) -> Entry | None:
         """Make the entry after the first `after` ones; None where another process was first. Raises OSError.
@@ -405,6 +411,8 @@ class JobStore:
         def append() -> JobState | None:
             while True:
                 entries, state = self._log(job).read()
+                if self._log(job).ends_with(document):
+                    return state
                 if not may(state):
                     return None
                 if (entry := self._log(job).append(document, entries)) is not None:

@@ -65,7 +65,7 @@ def take_lock(path: Path) -> BaseFileLock:
     Raises Timeout when another process has it, OSError when the disk refuses.
     """
     # One for all threads: the thread that writes checkpoints may find the folder gone.
-    lock: BaseFileLock = FileLock(path, timeout=0, thread_local=False)
+    lock: BaseFileLock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except (OSError, NotImplementedError) as error:

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import psutil
 from pydantic import TypeAdapter
 
 from lora_trainer.core.hardware import this_machine
 from lora_trainer.core.io import finite
 from lora_trainer.run_folder.lock import LOCKS
+from lora_trainer.run_folder.process import process_start
 
 PROGRESS = "progress.json"
 BEAT_SECONDS = 1.0
@@ -108,7 +108,7 @@ class ProgressFile:
         self._newest: tuple[Progress, float] = (Progress("checking"), time.time())
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._write_often, name="progress", daemon=True)
-        self._process = {"host": this_machine(), "pid": os.getpid(), "start": psutil.Process().create_time()}
+        self._process = {"host": this_machine(), "pid": os.getpid(), "start": process_start(os.getpid())}
 
     def __enter__(self) -> Self:
         if self._folder is not None:

@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.core.hardware import this_machine
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.run_folder.alive import is_running, process_start
+from lora_trainer.run_folder.process import is_running, process_start
 from lora_trainer.web.run_list import Stamp, stamp_of
 from lora_trainer.web.safety import Refusal
 
@@ -38,8 +39,9 @@ class Child:
     arguments: tuple[str, ...]
     about: Mapping[str, Any]
     pid: int
-    created: float  # as the system has it
-    started: float
+    created: float  # as `process_start` has it
+    started: float  # seconds since 1970
+    machine: str = field(default_factory=this_machine)  # until it restarts: then numbers and times begin again
 
     @property
     def command(self) -> str:
@@ -48,7 +50,7 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        return is_running(self.pid, self.created)
+        return self.machine == this_machine() and is_running(self.pid, self.created)
 
     def stop(self) -> None:
         """Let it save and stop, as Ctrl-C does. Raises Refusal where it has ended."""
@@ -97,8 +99,8 @@ class Children:
                     start_new_session=True,
                 )
             self._own.append(process)
-            created, now = process_start(process.pid) or time.time(), time.time()
-            child = Child(name, tuple(arguments), dict(about or {}), process.pid, created, now)
+            created = process_start(process.pid) or 0.0  # 0 where it has ended already
+            child = Child(name, tuple(arguments), dict(about or {}), process.pid, created, time.time())
             try:
                 write_json(self.folder / name / PROCESS, asdict(child))
             except OSError:  # a full disk: a process that nobody sees must not run

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.jobs.job_state import ROOT, TOGETHER, QueuedJob
-from lora_trainer.jobs.job_store import JobStore, holds_batch
+from lora_trainer.jobs.job_store import FIRST, FOLDER, LIST, JobStore, holds_batch
 from lora_trainer.jobs.summary import summary
-from lora_trainer.web.run_list import id_of
+from lora_trainer.web.run_list import Stamp, id_of, stamp_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +22,7 @@ class RunQueue:
     def __init__(self, output: Path, children: Children) -> None:
         self.output, self.children = output, children
         self._store: JobStore | None = None  # kept with what it has read
+        self._batch: Stamp = None  # of its first entry
 
     def document(self) -> dict[str, Any]:
         """The document of `batch status --json`, each job with its progress and priority; and the workers."""
@@ -55,8 +56,10 @@ class RunQueue:
         """The jobs; None where none was ever added, or the folder was deleted."""
         if not holds_batch(self.output):
             self._store = None
-        elif self._store is None:
-            self._store = JobStore(self.output)
+            return None
+        batch = stamp_of(self.output / FOLDER / LIST / FIRST)
+        if self._store is None or batch != self._batch:  # another batch in the place of a deleted one
+            self._store, self._batch = JobStore(self.output), batch
         return self._store
 
     def _id_of(self, job: QueuedJob) -> str:

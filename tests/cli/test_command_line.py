@@ -562,6 +562,13 @@ def test_a_library_of_another_torch_is_named(tmp_path: Path) -> None:
     assert "pip uninstall torchvision" in ended.stderr
 
 
+def test_a_library_of_another_version_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ModuleNotFoundError) as raised:
+        exec("import json.not_there")
+    assert report_error(raised.value, debug=False) == 2
+    assert "not installed" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("statement", "code"), [("import not_installed.part", 2), ("import lora_trainer.not_written", 1), ("0 / 0", 1)]
 )

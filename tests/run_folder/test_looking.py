@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import psutil
 import pytest
 
 from lora_trainer.cli.main import main
@@ -26,6 +25,7 @@ from lora_trainer.run.requesting import send_request
 from lora_trainer.run_folder import alive
 from lora_trainer.run_folder.alive import is_alive, live_progress
 from lora_trainer.run_folder.lock import LOCK, locked
+from lora_trainer.run_folder.process import process_start
 from lora_trainer.run_folder.progress import PROGRESS, Progress, ProgressFile, read_progress
 from lora_trainer.web.run_list import RunList
 from tests.at_work import AT_WORK, at_work, write_now
@@ -123,7 +123,7 @@ def test_a_killed_process_is_not_alive(tmp_path: Path) -> None:
 def test_a_number_that_is_used_again_is_not_alive(tmp_path: Path) -> None:
     with at_work(tmp_path):
         document = json.loads((tmp_path / PROGRESS).read_text("utf-8"))
-    assert document["start"] == psutil.Process().create_time()
+    assert document["start"] == process_start(os.getpid())
     write_document(tmp_path, document)
     assert is_alive(tmp_path)
     write_document(tmp_path, document | {"start": document["start"] - 100.0})

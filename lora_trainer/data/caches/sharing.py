@@ -37,7 +37,7 @@ def one_at_a_time(path: Path, when_taken: Callable[[], object] = lambda: None) -
     the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
     try:
         try:
             lock.acquire(timeout=0)

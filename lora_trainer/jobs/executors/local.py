@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus, visible_gpus
-from lora_trainer.core.interrupt import end_quickly, listening, signal_itself
+from lora_trainer.core.interrupt import code_of_signal, end_quickly, listening, signal_itself
 from lora_trainer.jobs.job_state import WAIT_MINUTES
 from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.jobs.worker import SAFE, work
@@ -39,10 +39,28 @@ def check(options: ExecutorOptions) -> None:
 
 
 def submit(store: JobStore, options: ExecutorOptions) -> int | None:
-    """Work until no job waits; the exit code of a signal that stopped it.
+    """Work until all jobs have ended, also those that other processes train; the exit code of a signal that stopped it.
 
-    Each of several workers is a process with a copy of the base of its own.
+    The job of a process that dies waits again, and is continued here.
     """
+    while (stopped := _work_until_none_waits(store, options)) is None:
+        if not _wait_for_others(store):
+            return code_of_signal() or None
+    return stopped
+
+
+def _wait_for_others(store: JobStore) -> bool:
+    """Wait while other processes train what is left, or until a signal comes; whether a job waits again."""
+    while any(job.status == "running" for job in store.read_jobs()) and not code_of_signal():
+        time.sleep(LOOK_EVERY_SECONDS)
+        store.give_back_lost()
+        if any(job.status == "waiting" for job in store.read_jobs()):
+            return True
+    return False
+
+
+def _work_until_none_waits(store: JobStore, options: ExecutorOptions) -> int | None:
+    """Each of several workers is a process with a copy of the base of its own."""
     workers = min(options.jobs, sum(job.status == "waiting" for job in store.read_jobs()))
     if workers <= 1:
         return work(store, kept_families(FAMILIES))

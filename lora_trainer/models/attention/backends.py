@@ -154,8 +154,17 @@ class _AttendBy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
     ) -> Tensor:
-        if attn_mask is not None or any(options.values()):
-            return scaled_dot_product_attention(query, key, value, attn_mask, **options)
-        return self.attend(query, key, value)
+        if attn_mask is None and not dropout_p and not is_causal and not any(options.values()):
+            return self.attend(query, key, value)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, **options
+        )
