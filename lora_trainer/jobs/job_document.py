@@ -77,9 +77,13 @@ def settings_of(store: JobStore, job: QueuedJob) -> Resolved:
     document = store.read_document(job.name)
     if not store.read_note(SEVERAL_MACHINES):
         shared = document.get(SHARED) or store.read_note(SHARED)
-        return job_settings(shared_from_json(shared), job.name, job.data)
-    resolved = read_settings(document)
-    run = resolved.config.run.model_copy(update={"output": str(store.output.absolute())})  # as this machine sees it
+        resolved = job_settings(shared_from_json(shared), job.name, job.data)
+        if Path(resolved.config.run.output).expanduser().resolve() == store.output.resolve():
+            return resolved
+    else:
+        resolved = read_settings(document)
+    # Where this machine sees the batch, or where its folder was moved or copied to.
+    run = resolved.config.run.model_copy(update={"output": str(store.output.absolute())})
     return replace(resolved, config=resolved.config.model_copy(update={"run": run}))
 
 

@@ -149,7 +149,8 @@ def resolved_of(request: Request) -> tuple[Resolved, Resolved, list[str]]:
             valid_settings(layer, problems)
         raise Refusal(422, problems)
     is_published = request["do"] == "plan" and not asked.model and "model.family" in asked.settings
-    of_run = [Layer(PAGE, each) for each in request.get("runs", ())]
+    # As the command will get them: a run's file states its presets' settings too, also those that its length leaves idle.
+    of_run = [Layer("--config of the run", each) for each in request.get("runs", ())]
     resolved = settle(presets, [*user, *of_run], builtin_if_none=not is_published, say=notes.append)
     refuse_outside([resolved.config.model_dump(mode="json")], roots, problems)
     if problems:

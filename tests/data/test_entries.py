@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.core.errors import TrainingFailed
-from lora_trainer.data.caches.entries import Store, entry_sizes, write_entries
+from lora_trainer.data.caches.entries import Store, entry_sizes, is_sound, mark_used, write_entries
 from lora_trainer.data.caches.files import ENTRY_HEAD, TENSOR_HEAD, entry_path
 from lora_trainer.export.tensor_file import CODES
 
@@ -91,3 +91,13 @@ def test_of_a_batch_that_cannot_be_written_nothing_is_left(tmp_path: Path) -> No
     with pytest.raises(OSError, match=key_of(3)[:2]):
         write_entries(tmp_path, "texts", [key_of(number) for number in range(1, 5)], {"a": torch.arange(4)})
     assert [path for path in (tmp_path / "texts").rglob("*") if path.is_file()] == [in_the_way]
+
+
+def test_an_entry_that_cannot_be_read_is_built_again(tmp_path: Path) -> None:
+    """A folder in its place, as a file of another user or a bad sector."""
+    key, tensors = key_of(0), {"a": torch.zeros(1, 2)}
+    entry_path(tmp_path, "latents", key).mkdir(parents=True)
+    assert not is_sound(tmp_path, "latents", key)
+    assert not mark_used(tmp_path, "latents", {key})
+    write_entries(tmp_path, "latents", [key], tensors)
+    assert is_sound(tmp_path, "latents", key)

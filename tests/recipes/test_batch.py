@@ -610,3 +610,16 @@ def test_a_dry_run_shows_every_folder_and_writes_nothing(night, tmp_path, capsys
     assert "data.sources (from lora.toml) cannot be set by a folder" in shown
     assert "run.output (from lora.toml) cannot be set by a folder" in shown
     assert contents(tmp_path) == before
+
+
+def test_a_batch_that_was_copied_is_trained_in_the_copy(night):
+    assert night.run() == 0
+    copied = night.output.with_name("copied")
+    shutil.copytree(night.output, copied)
+    shutil.rmtree(night.output)
+    lora = copied / "ash" / "ash.safetensors"
+    lora.unlink()
+    assert main(["batch", "retry", str(copied), "ash"]) == 0
+    assert main(["batch", "work", str(copied)]) == 0
+    assert lora.is_file()
+    assert not night.output.exists()

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from starlette.testclient import TestClient
 
 from lora_trainer.config.needs import settings_with_needs
 from lora_trainer.config.presets import presets
-from lora_trainer.config.toml import setting_names
+from lora_trainer.config.toml import read_toml, setting_names
 from lora_trainer.run_folder.process import process_start
 from lora_trainer.web.children import Children, stop_process
 from lora_trainer.web.safety import Refusal
@@ -138,6 +139,21 @@ def test_a_resumed_run_keeps_what_its_weights_depend_on(client: TestClient) -> N
     write_run(state_of(client).output / "stopped", status="stopped", steps=4)
     answer = client.post("/api/runs/stopped/resume", json={"settings": {"lora.rank": 3, "train.seed": 7}})
     assert [each.partition(" was ")[0] for each in problems_of(answer.json())] == ["lora.rank", "train.seed"]
+
+
+def test_a_run_whose_length_is_in_steps_is_resumed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file states the repeats of its preset too, which its steps leave without effect."""
+    folder = state_of(client).output / "stopped"
+    write_run(folder, status="stopped", steps=4)
+    started = list[str]()
+    monkeypatch.setattr(Children, "start", lambda _, name, *__, **___: started.append(name))
+    settings = read_toml(folder / "config.toml")
+    settings["train"] |= {"max_steps": 40, "total_repeats": 80}
+    (folder / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+    answer = client.post("/api/runs/stopped/resume", json={"settings": {}})
+    assert "setting_has_no_effect" not in answer.text
+    assert answer.status_code == 201, answer.text
+    assert started == ["stopped"]
 
 
 def test_a_process_is_known_by_its_number_and_start(tmp_path: Path) -> None:

@@ -43,12 +43,15 @@ def write_entries(folder: Path, kind: str, keys: Sequence[str], tensors: Mapping
 def read_entry(folder: Path, kind: str, key: str) -> dict[str, Tensor]:
     """The tensors of an entry. Raises OSError where there is none, and DamagedFile where it is not what was written.
 
-    A damaged one is put aside, so that it counts as missing; where nothing may be written it is found again each time.
+    A damaged one, and one that cannot be read, is put aside, so that it counts as missing; where nothing may be written it is
+    found again each time.
     """
     path = entry_path(folder, kind, key)
     try:
         return read_sealed(path, key, needs_digest=True)
-    except DamagedFile:
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (DamagedFile, OSError):
         with contextlib.suppress(OSError):
             path.replace(path.with_suffix(DAMAGED))
         raise
