@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lora_trainer.run_folder.progress import WrittenProgress
 
 QUIET_STEPS, QUIET_SECONDS = 150, 300.0  # metrics are written every 50 steps or sooner
+QUIET_PHASE_SECONDS = 3600.0  # of checking a dataset, or of the verdict, which report little
 SLOWER = 2.0
 GIB = 2**30
 HARMLESS = ("resumed", "signal", "request")
@@ -59,11 +60,13 @@ def progress(run: RunFacts, live: WrittenProgress) -> Lines:
 
 
 def sign_of_life(run: RunFacts, live: WrittenProgress) -> Lines:
-    """How long ago the run last reported its progress, which it does at least every few steps while it trains."""
+    """How long ago the run last reported its progress: while it trains every few steps, in another phase more rarely."""
     phase, silent = live.progress.phase, live.silent_seconds
     allowed = max(QUIET_SECONDS, QUIET_STEPS * (run.usual_seconds or 0.0))
+    if phase != "training":
+        allowed = max(allowed, QUIET_PHASE_SECONDS)
     found = f"{phase}; the last progress was reported {clock_time(silent)} ago"
-    if phase == "training" and silent > allowed:
+    if silent > allowed:
         who = f" (process {live.pid})" if live.is_of_this_machine else ""
         then = "continue with --resume" if run.report.record.keeps_state else "start it again with another --name"
         fix = f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and {then}"

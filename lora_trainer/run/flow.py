@@ -555,9 +555,9 @@ def check_lora(
         session.order.member.finish_training()
         stop_if_signalled()
     free_step_context(run.context)
+    show_phase(session, state, "validating")
     if is_checked:
         console.print("validating the LoRA from its file")
-        show_phase(session, state, "validating")
         encoder = find_encoder(config, say=silent)
         gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
         report = judge_lora(kohya, session, run.images, gate)
@@ -601,6 +601,7 @@ def show_phase(session: Session, state: TrainState, phase: Phase) -> None:
             session.steps.total,
             loss=state.loss_average,
             val_loss=state.val_loss,
+            val_loss_step=state.validated_step,
             best=state.best_val_loss,
         )
     )

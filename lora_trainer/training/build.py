@@ -161,20 +161,26 @@ def build_denoiser(
     absent = [failure for failure in attention.failures if "not installed" in failure or "cannot be used" in failure]
     broken = [failure for failure in attention.failures if failure not in absent]
     attention_line = f"attention backend: {attention.name} ({attention.reason})"
+    # On a CPU torch's own is in use, whatever else exists, unless the user chose.
+    shows_attention = device.type != "cpu" or config.hardware.attention_backend != "auto"
     notes = (
         *layer_lines,
         *files,
-        *([] if device.type == "cpu" else [attention_line]),
+        *([attention_line] if shows_attention else []),
         f"gradient checkpointing: {checkpointed} of {blocks} blocks{no_more(layout.checkpointing, blocks)}",
         *([counted_products(denoiser)] if products else [no_products] if no_products else []),
         *shard_notes,
         *block_swap_note(denoiser, layout.swapped),
         *offload_note(config.memory.offload_activations, device),
         *compile_notes,
-        *([f"warning: an attention does not work here: {'; '.join(broken)}"] if broken else []),
+        *(
+            [f"warning: an attention does not work here: {'; '.join(broken)}"]
+            if broken and device.type != "cpu"
+            else []
+        ),
     )
     details = (
-        *([attention_line] if device.type == "cpu" else []),  # there torch's own is in use, whatever else exists
+        *([] if shows_attention else [attention_line]),
         hardware_note(config, device, channels_last=channels_last, has_benchmark=has_benchmark),
         *([f"not used for attention: {'; '.join(absent)}"] if absent else []),
     )

@@ -145,12 +145,15 @@ def test_good_folders_are_trained_and_bad_ones_have_a_reason(over):
     assert "lora.rang (from lora.toml)" in night.jobs("reason")["fir"]
     assert "lora.alpha = -1 (from lora.toml)" in night.jobs("reason")["fir"]
     assert night.jobs("scores")["dull"]["dataset"] < 0.8
+    losses = {job.name: job.val_loss for job in JobStore(night.output).read_jobs()}
     for name in ("ash", "birch", "cedar [x]", "elm"):
         folder = Path(night.jobs("output")[name])
         assert (folder / f"{name}.safetensors").is_file()
         assert record(folder)["scores"] == night.jobs("scores")[name]
         assert night.jobs("seconds")[name] > 0
         assert night.jobs("reason")[name] is None
+        *_, newest = (folder / "validation.jsonl").read_text("utf-8").splitlines()
+        assert losses[name] == json.loads(newest)["loss"]
     assert not (night.output / "dull").exists()
     assert not (night.output / "fir").exists()
 

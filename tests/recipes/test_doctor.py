@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.cli.main import main
-from lora_trainer.doctor.during import during_lines
+from lora_trainer.doctor.during import during_lines, sign_of_life
 from lora_trainer.doctor.run_facts import read_run_facts
 from lora_trainer.monitor.idle import IdleSetup, fix_of
 from lora_trainer.run_folder.progress import Progress
@@ -142,6 +142,12 @@ def test_a_run_that_is_in_trouble(cat: Path) -> None:
         "GPU",
     }
     assert "SIGTERM" in found["sign of life"].fix
+    for phase, silent, level in (("caching", 3700.0, "warning"), ("validating", 3500.0, "ok")):
+        reported = time.time() - silent
+        (cat / "progress.json").write_text(json.dumps(written | {"phase": phase, "reported": reported}), "utf-8")
+        live = read_run_facts(cat).live
+        assert live is not None
+        assert [line.level for line in sign_of_life(run, live)] == [level]
     assert "not finite" in found["progress"].found
     assert "50.0%" in found["data"].found
     assert found["data"].fix == fix_of("data", IdleSetup())[0]
