@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lora_trainer.core.errors import DATASET_REFUSED, DONE, LORA_REFUSED, SIGNALED, TRAINING_FAILED
 from lora_trainer.core.hardware import this_machine
-from lora_trainer.run_folder.process import is_running, process_start
+from lora_trainer.run_folder.process_life import is_running, process_start
 
 SILENT_SECONDS = 120.0  # without a sign of life a process of another machine counts as dead
 MOST_DEATHS = 3  # processes that one job may take with it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_trainer.core.disk import disk_time
-from lora_trainer.run_folder.process import is_running
+from lora_trainer.run_folder.process_life import is_running
 from lora_trainer.run_folder.progress import WrittenProgress, read_progress
 
 SILENT_SECONDS = 60.0  # without a beat a process of another machine counts as dead

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from lora_trainer.core.hardware import this_machine
 from lora_trainer.core.io import finite
 from lora_trainer.run_folder.lock import LOCKS
-from lora_trainer.run_folder.process import process_start
+from lora_trainer.run_folder.process_life import process_start
 
 PROGRESS = "progress.json"
 BEAT_SECONDS = 1.0

@@ -22,7 +22,7 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.hardware import this_machine
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.run_folder.process import is_running, process_start
+from lora_trainer.run_folder.process_life import is_running, process_start
 from lora_trainer.web.run_list import Stamp, stamp_of
 from lora_trainer.web.safety import Refusal
 

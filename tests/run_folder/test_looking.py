@@ -25,7 +25,7 @@ from lora_trainer.run.requesting import send_request
 from lora_trainer.run_folder import alive
 from lora_trainer.run_folder.alive import is_alive, live_progress
 from lora_trainer.run_folder.lock import LOCK, locked
-from lora_trainer.run_folder.process import process_start
+from lora_trainer.run_folder.process_life import process_start
 from lora_trainer.run_folder.progress import PROGRESS, Progress, ProgressFile, read_progress
 from lora_trainer.web.run_list import RunList
 from tests.at_work import AT_WORK, at_work, write_now

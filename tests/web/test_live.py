@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.core.io import read_json, write_json
-from lora_trainer.run_folder.process import process_start
+from lora_trainer.run_folder.process_life import process_start
 from lora_trainer.run_folder.progress import Progress, ProgressFile
 from lora_trainer.web import live, run_list
 from lora_trainer.web.live import Watcher

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from lora_trainer.config.needs import settings_with_needs
 from lora_trainer.config.presets import presets
 from lora_trainer.config.toml import read_toml, setting_names
-from lora_trainer.run_folder.process import process_start
+from lora_trainer.run_folder.process_life import process_start
 from lora_trainer.web.children import Children, stop_process
 from lora_trainer.web.safety import Refusal
 from lora_trainer.web.server_state import ServerState

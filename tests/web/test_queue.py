@@ -15,7 +15,7 @@ from lora_trainer.core.io import write_json
 from lora_trainer.jobs.job_document import settings_of
 from lora_trainer.jobs.job_state import SEVERAL_MACHINES, Ending
 from lora_trainer.jobs.job_store import JobStore
-from lora_trainer.run_folder.process import process_start
+from lora_trainer.run_folder.process_life import process_start
 from lora_trainer.web.children import Child
 from lora_trainer.web.server_state import ServerState
 from tests.recipes.recipe import draw_images
