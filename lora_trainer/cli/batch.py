@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lora_trainer.cli.arguments import add_run_arguments, explained, layers_from, settled
 from lora_trainer.core.errors import DONE, Problem, UsageError, nearest
+from lora_trainer.core.findings import printable
 
 EXAMPLES = """examples:
   lora-trainer batch ./customers --preset 12gb --model ./my-sd15 --output night
@@ -230,6 +231,9 @@ def queue_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     )
 
 
+WIDTH_OF_FILES = 160  # columns of a table that is no terminal's
+
+
 def show_status(output: Path, *, as_json: bool) -> int:
     """Print the jobs of the batch in this folder, as they are now. Raises UsageError where there is none."""
     from rich.console import Console
@@ -244,5 +248,11 @@ def show_status(output: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(summary(jobs, output, store.read_note(ROOT)), indent=2, ensure_ascii=False))
     else:
-        Console(highlight=False).print(table(jobs, jobs))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = max(console.width, WIDTH_OF_FILES)
+        console.print(table(jobs, jobs, with_reasons=False))
+        for job in jobs:
+            if job.reason:
+                console.print(printable(f"{job.name}: {job.reason}"), markup=False, soft_wrap=True)
     return DONE

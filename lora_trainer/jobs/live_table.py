@@ -90,15 +90,18 @@ def _looking(store: JobStore, show: Show, name: str | None) -> Iterator[None]:
         look()
 
 
-def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False) -> Table:
+def table(
+    shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False, with_reasons: bool = True
+) -> Table:
     """One row for each job shown, and the counts of all. Names may hold rich's markup, so every cell is a Text."""
+    titles = COLUMNS if with_reasons else COLUMNS[:-1]
     hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
     found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs) + hidden, caption_justify="left")
-    for title in COLUMNS:
+    for title in titles:
         right = title in ("step", "loss", "val_loss", "data", "LoRA", "time")
-        narrow = one_line or title not in ("dataset", "what is wrong")
+        folds = title in ("dataset", "what is wrong") and with_reasons and not one_line
         overflow: OverflowMethod = "ellipsis" if one_line else "fold"
-        found.add_column(title, justify="right" if right else "left", no_wrap=narrow, overflow=overflow)
+        found.add_column(title, justify="right" if right else "left", no_wrap=not folds, overflow=overflow)
     for job in shown:
         style = STYLES.get(job.status, "dim")
         phase = "stopping" if job.cancelled else job.phase
@@ -117,7 +120,8 @@ def table(shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bo
             duration(spent(job)) if spent(job) else "",
             short(job.reason),
         )
-        found.add_row(*(Text(printable(cell), style=style if at < 2 else "") for at, cell in enumerate(cells)))
+        shown_cells = cells[: len(titles)]
+        found.add_row(*(Text(printable(cell), style=style if at < 2 else "") for at, cell in enumerate(shown_cells)))
     return found
 
 

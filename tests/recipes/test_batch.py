@@ -128,7 +128,7 @@ def over(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, images: Pat
     return Seen(night, code, reads, before)
 
 
-def test_good_folders_are_trained_and_bad_ones_have_a_reason(over):
+def test_good_folders_are_trained_and_bad_ones_have_a_reason(over, capsys):
     document, night = over.night.document(), over.night
     assert over.code == document["exit_code"] == 3, "the largest of 0, 2 and 3"
     assert {key: document[key] for key in ("done", "refused", "failed", "waiting")} == {
@@ -156,6 +156,10 @@ def test_good_folders_are_trained_and_bad_ones_have_a_reason(over):
         assert losses[name] == json.loads(newest)["loss"]
     assert not (night.output / "dull").exists()
     assert not (night.output / "fir").exists()
+    assert main(["batch", "status", str(night.output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:7]] == ["ash", "birch", "cedar", "dull", "elm", "fir"]
+    assert sum(line.startswith("fir: lora.rang (from lora.toml)") for line in lines) == 1
 
 
 def test_the_whole_gate_applies_to_each_job(night):
