@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from lora_trainer.core.errors import UserError
+from lora_trainer.core.hardware import this_machine
 from lora_trainer.web import caption_journal, dataset_index
 from lora_trainer.web.dataset_reader import write_index
 from tests.conftest import needs_links
@@ -426,7 +427,7 @@ def test_a_check_puts_its_findings_at_the_images(client: TestClient, own: Path) 
     (folder / "document.json").write_text(json.dumps(document), encoding="utf-8")
     shown = {"kind": "check", "title": "Check", "about": {"dataset": str(own)}}
     task = {"name": "900", "arguments": ["check"], "about": shown}
-    task |= {"pid": 1, "created": 0.0, "started": time.time() + 5.0}
+    task |= {"pid": 1, "created": 0.0, "started": time.time() + 5.0, "machine": this_machine()}
     (folder / "process.json").write_text(json.dumps(task), encoding="utf-8")
     (folder / "end.json").write_text(json.dumps({"exit_code": 3, "ended": time.time()}), encoding="utf-8")
     try:
