@@ -427,7 +427,7 @@ def test_a_check_puts_its_findings_at_the_images(client: TestClient, own: Path) 
     (folder / "document.json").write_text(json.dumps(document), encoding="utf-8")
     shown = {"kind": "check", "title": "Check", "about": {"dataset": str(own)}}
     task = {"name": "900", "arguments": ["check"], "about": shown}
-    task |= {"pid": 1, "created": 0.0, "started": time.time() + 5.0, "machine": this_machine()}
+    task |= {"pid": 1, "created": -100.0, "started": time.time() + 5.0, "machine": this_machine()}
     (folder / "process.json").write_text(json.dumps(task), encoding="utf-8")
     (folder / "end.json").write_text(json.dumps({"exit_code": 3, "ended": time.time()}), encoding="utf-8")
     try:
