@@ -29,6 +29,8 @@ POLL_EVERY = 0.2  # seconds between checks for a signal
 FULL = {errno.ENOSPC, errno.EDQUOT}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+# Of a file system that has no locks.
+WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 WINDOWS = {112: errno.ENOSPC, 39: errno.ENOSPC, 3: errno.ENOENT, 5: errno.EACCES, 19: errno.EROFS, 21: errno.ENODEV}
 
 T = TypeVar("T")
@@ -236,14 +238,21 @@ def _describe(what: str, place: Path, error: Exception, size: int | None) -> str
     return f"{name} {needs}, and the disk of {place} has {size_words(free_bytes(place))} free."
 
 
-def disk_time(folder: Path) -> float:
+def time_on_disk(folder: Path) -> float:
     """Now, by the clock that gives files in a folder their times: a file server's may differ from this machine's.
 
-    That needs a file that is written there, for a moment. Who may not write there gets this machine's time.
+    That needs a file that is written there, for a moment. Raises OSError where none can be made.
     """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        with suppress(OSError):  # a full disk: then it is when the file was made
+            file.write(b"now")
+        return os.fstat(file.fileno()).st_mtime
+
+
+def time_on_disk_or_here(folder: Path) -> float:
+    """The same; this machine's time for whoever may not write there."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            return os.fstat(file.fileno()).st_mtime
+        return time_on_disk(folder)
     except OSError:
         return time.time()
 

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
-from lora_trainer.core.disk import refusal, write_with_retry
+from lora_trainer.core.disk import refusal, time_on_disk, write_with_retry
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.io import (
     create_exclusively,
@@ -455,13 +455,7 @@ class JobStore:
 
     def _now(self) -> float:
         """The time by the clock of the disk. Raises OSError."""
-        descriptor, name = tempfile.mkstemp(prefix=".clock.", suffix=".part", dir=self.folder)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(b"now")
-            return Path(name).stat().st_mtime
-        finally:
-            Path(name).unlink(missing_ok=True)
+        return time_on_disk(self.folder)
 
     def _shown(self, state: JobState, now: float) -> QueuedJob:
         """A job with its progress."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_trainer.core.disk import disk_time
+from lora_trainer.core.disk import time_on_disk_or_here
 from lora_trainer.run_folder.process_life import is_running
 from lora_trainer.run_folder.progress import WrittenProgress, read_progress
 
@@ -31,4 +31,4 @@ def live_progress(folder: Path) -> WrittenProgress | None:
         return None
     if written.is_of_this_machine:
         return written if is_running(written.pid, written.start) else None
-    return written if disk_time(folder) - written.modified <= SILENT_SECONDS else None
+    return written if time_on_disk_or_here(folder) - written.modified <= SILENT_SECONDS else None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from lora_trainer.core.disk import WITHOUT_LOCKS
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 
 LOCK = ".lock"
 SOFT_LOCK = ".lock.held"  # where the file system has no locks: names its owner
 LOCKS = (LOCK, SOFT_LOCK)
-WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 IS_LOCKED = "Another process is training a run in {folder}."
 ANOTHER_RUN = "Wait for it, or choose another --name."
 

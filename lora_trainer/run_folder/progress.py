@@ -57,11 +57,12 @@ def unwatched(progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class WrittenProgress:
-    """What `progress.json` says. Times are in seconds since 1970, by the clock of the machine that trains.
+    """What `progress.json` says.
 
-    `host` is a name under which process numbers can be compared (`core/hardware.py:this_machine`). `start` is when the
-    process `pid` started, `reported` when the run last reported its progress, and `beat` when the file was written.
-    `modified` is when that was by the clock of the disk.
+    `host` is a name under which process numbers can be compared (`core/hardware.py:this_machine`), and `start` tells when the
+    process `pid` started (`process_life.py:process_start`). `reported` is when the run last reported its progress and `beat`
+    when the file was written, in seconds since 1970 by the clock of the machine that trains. `modified` is when that was by
+    the clock of the disk.
     """
 
     progress: Progress

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lora_trainer.core.disk import what_helps, write_with_retry
+from lora_trainer.core.disk import CLOSED, what_helps, write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import available_cpus
@@ -29,7 +29,7 @@ from lora_trainer.data.caches.files import entry_path
 
 MOST_WORKERS = 8
 MOST_AGAIN = 64  # entries that are there and are encoded again for the sake of those beside them
-UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}  # EEXIST: a file is there
+UNWRITABLE = CLOSED | {errno.ENOTDIR, errno.EEXIST}  # EEXIST: a file is there
 
 Prepared = TypeVar("Prepared")
 Progress = Callable[[int, int], None]  # (entries done, entries to build)

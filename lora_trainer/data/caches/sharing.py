@@ -8,7 +8,6 @@ A run that was silent for a minute has ended. Times are those of the disk, which
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import uuid
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lora_trainer.core.disk import disk_time
+from lora_trainer.core.disk import WITHOUT_LOCKS, time_on_disk_or_here
 from lora_trainer.data.caches.files import NOTE, named
 
 RENEW_SECONDS = 10.0
@@ -25,7 +24,6 @@ SILENT_SECONDS = 60.0
 CLOCK_STEP = 2.0  # seconds by which times on a disk may be coarse
 USERS = "users"
 PRUNING = "prune.lock"  # whoever marks or removes entries holds it
-WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
 @contextlib.contextmanager
@@ -114,7 +112,7 @@ def _users(folder: Path) -> list[tuple[Path, float, bool]]:
     """(note, when its run began, whether it lives) of each."""
     found = []
     notes = named(folder / USERS, NOTE)
-    now = disk_time(folder) if notes else 0.0
+    now = time_on_disk_or_here(folder) if notes else 0.0
     for note in notes:
         with contextlib.suppress(OSError, ValueError):
             began = float(note.read_text("ascii") or 0.0)  # empty while it is written: since always
