@@ -20,6 +20,7 @@ import gc
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ GRACE_SECONDS = 30.0
 FOR_SAVING = 0.5  # share of the grace time that is kept for saving
 # A launcher repeats the terminal's signal to its processes: within this time the same signal counts once.
 ECHO_SECONDS = 5.0
+# After a finalizer in which an exception of ours was discarded, it is raised again.
+AGAIN_SECONDS = 0.01
 
 OnSignal = Literal["leave", "remember", "abort"]
 
@@ -68,6 +71,8 @@ class Interrupt:
         self.parts: list[Interrupt] = []  # of runs in other threads, which a signal stops too
         self.on_its_way = False  # a SIGTERM that this process sent to itself in `stoppable`
         self.on_purpose = False  # and that it has caught
+        self.discarded = False  # the exception for the signal, by Python
+        self.other_hook = sys.unraisablehook
         # Found now: a terminal that is closed is not recognized later.
         self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
 
@@ -123,6 +128,10 @@ class Interrupt:
             if number == HANG_UP:
                 self._detach_terminals()
             return
+        if self.discarded:
+            self.discarded = False
+            self._raise()
+            return
         if self:
             if own:
                 return
@@ -134,10 +143,32 @@ class Interrupt:
         self.note(number)
         if number == HANG_UP:
             self._detach_terminals()
+        self._raise()
+
+    def _raise(self) -> None:
         if self.on_signal == "leave":
             raise Stopped(self.exit_code)
         if self.on_signal == "abort" and not self.in_time(self.ends):
             raise StepAborted
+
+    def unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        """The hook for exceptions that Python discards: in `__del__`, in the callbacks of weak references and of `gc`.
+
+        A signal may come during one of them. What it raised there is raised again after it.
+        """
+        if self.signal is None or not isinstance(found.exc_value, (Stopped, StepAborted)):
+            self.other_hook(found)
+            return
+        self.discarded = True
+        signal.signal(self.signal, self.caught)
+        threading.Thread(target=self._signal_until_caught, args=(self.signal,), daemon=True).start()
+
+    def _signal_until_caught(self, number: int) -> None:
+        # Repeated: a signal just before a system call does not wake it.
+        while self.discarded:
+            time.sleep(AGAIN_SECONDS)
+            if self.discarded:
+                signal_itself(number)
 
     def _detach_terminals(self) -> None:
         """Discard further output to terminals: a closed one refuses every write."""
@@ -194,9 +225,11 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
     # Under `nohup` SIGHUP stays ignored.
     _now.heard = tuple(each for each in SIGNALS if each != HANG_UP or signal.getsignal(each) != signal.SIG_IGN)
     before = {each: signal.signal(each, _now.caught) for each in _now.heard}
+    sys.unraisablehook = _now.unraisable
     try:
         yield _now
     finally:
+        _now.discarded, sys.unraisablehook = False, _now.other_hook
         for each, handler in before.items():
             signal.signal(each, signal.SIG_IGN if to_the_end else handler)
         _now = None
@@ -240,12 +273,12 @@ def note_signal(number: int) -> None:
         _now.note(number)
 
 
-def signal_itself() -> None:
-    """From any thread: let the main thread stop as for SIGTERM, with everything saved."""
+def signal_itself(number: int = signal.SIGTERM) -> None:
+    """From any thread: let the main thread stop as for this signal, with everything saved."""
     if os.name == "posix":
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
     else:  # there os.kill ends the process before anything is saved
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
 
 
 @contextmanager

@@ -121,6 +121,64 @@ def test_work_longer_than_the_grace_time_is_aborted() -> None:
         assert signalled()
 
 
+SIGNALLED_IN_A_FINALIZER = """
+import gc, os, signal, sys, time, weakref
+from lora_trainer.core.interrupt import abortable, listening, remembering, signalled
+def end(*ignored):
+    gc.callbacks.clear()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.001)
+class Ends:
+    __del__ = end
+class Plain: pass
+def make_and_drop(kind):
+    if kind == "__del__":
+        Ends()
+    elif kind == "weakref":
+        plain = Plain()
+        reference = weakref.ref(plain, end)
+        del plain
+    else:
+        gc.callbacks.append(end)
+        gc.collect()
+kind, mode = sys.argv[1:]
+with listening():
+    if mode == "leave":
+        make_and_drop(kind)
+        time.sleep(30)
+    else:
+        with remembering(0.5):
+            try:
+                with abortable(60):
+                    make_and_drop(kind)
+                    time.sleep(30)
+            except BaseException as error:
+                print(type(error).__name__, signalled())
+"""
+
+
+@pytest.mark.parametrize("kind", ["__del__", "weakref", "gc"])
+def test_a_signal_that_comes_in_a_finalizer_stops_the_work(checkout: Path, kind: str) -> None:
+    """Python discards what a signal handler raises there, and prints a traceback."""
+
+    def signalled_in(mode: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", SIGNALLED_IN_A_FINALIZER, kind, mode],
+            capture_output=True,
+            text=True,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout)},
+            timeout=300,
+            check=False,
+        )
+
+    left = signalled_in("leave")
+    assert left.returncode == 143, left.stderr
+    assert "Traceback" not in left.stderr
+    aborted = signalled_in("abort")
+    assert aborted.stdout == "StepAborted True\n", aborted.stderr
+    assert "Traceback" not in aborted.stderr
+
+
 @pytest.fixture
 def _closing_terminals_matter() -> Iterator[None]:
     """Also where the tests run under nohup, which children inherit."""
