@@ -37,7 +37,7 @@ def settle(
     builtin_if_none: bool = True,
     say: Callable[[str], None] = bases.on_stderr,
 ) -> Resolved:
-    """Family preset, presets, accelerate and the user's layers (files, flags) as one config; later wins.
+    """Family preset, presets, what the built-in model needs, accelerate and the user's layers (files, flags) as one config; later wins.
 
     Without a model the built-in model's preset applies, unless `builtin_if_none` is false.
     A model of a hub is pinned to its current commit. Raises UsageError with `problems` first, then every error in any
@@ -54,7 +54,10 @@ def settle(
     # Refused settings make no request to a hub.
     family, is_builtin, pinned = _family_of(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
     found += refuse_other_family(presets, family) if family != EMPTY else []
-    resolved = resolve([*family_layers(family, builtin=is_builtin), *presets, *accelerate, *user, *pinned], found)
+    families = family_layers(family, builtin=is_builtin)
+    # The built-in miniature learns next to nothing at a training preset's learning rate.
+    needed = [replace(families[-1], values={"optimizer": families[-1].values["optimizer"]})] if is_builtin else []
+    resolved = resolve([*families, *presets, *needed, *accelerate, *user, *pinned], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 
 

@@ -282,7 +282,12 @@ def test_the_builtin_model_has_its_own_settings(capsys: pytest.CaptureFixture[st
     _, out, _ = run(capsys, "train", "--explain")
     assert row(out, "optimizer.learning_rate")[2] == "family preset builtin"
     _, out, _ = run(capsys, "train", "--preset", "balanced", "--explain")
-    assert row(out, "optimizer.learning_rate")[2] == "preset balanced"
+    assert row(out, "optimizer.learning_rate")[2] == "family preset builtin", (
+        "a goal's is for models a hundred times the size"
+    )
+    assert row(out, "optimizer.name")[2] == "preset balanced"
+    _, out, _ = run(capsys, "train", "--preset", "balanced", "--set", "optimizer.learning_rate=1e-3", "--explain")
+    assert row(out, "optimizer.learning_rate")[2] == "--set"
 
 
 def test_a_missing_model_is_reported_with_where_it_was_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
