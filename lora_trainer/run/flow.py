@@ -58,6 +58,7 @@ from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned
 from lora_trainer.run.file_sizes import lora_bytes
 from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
 from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
+from lora_trainer.run.miniature import trial_line
 from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
     cause_shown,
@@ -211,6 +212,8 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     ):
         console.print(line)
     show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
+    if session.processes.is_main and (line := trial_line(config, inputs)) is not None:
+        console.print(line)
     began = time.monotonic()
     plans = fill(session)
     session = replace(session, cache_seconds=session.cache_seconds + time.monotonic() - began)
