@@ -75,7 +75,8 @@ def test_samples_are_decoded_and_written_next_to_what_was_trained(tmp_path: Path
     inputs = read_inputs(resolve([Layer("test", {"data": {"sources": [{"path": str(data)}]}})]).config)
     (data / "image_1.png").unlink()
     sample = {each.path.name: each for each in inputs.train}
-    latents = torch.full((4, 16, 16), 0.5)
+    channels = inputs.facts.latent_channels
+    latents = torch.full((channels, 16, 16), 0.5)
 
     def nearest(name: str) -> EncodedSample:
         return EncodedSample(sample[name].id, latents, {}, torch.zeros(6))

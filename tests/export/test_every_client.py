@@ -74,7 +74,8 @@ FAST = ("sd15", "flux2")  # with text encoders, and the one whose magnitudes dif
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in FAST else SLOW) for name in FAMILIES])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    folder = tmp_path_factory.mktemp(request.param, numbered=False)
+    folder = tmp_path_factory.mktemp("clients") / request.param
+    folder.mkdir()
     family = FAMILIES[request.param]
     pipeline = family.pipeline.make(save_tiny_model(folder, request.param), torch.float32, CPU)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
