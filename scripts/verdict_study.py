@@ -1,12 +1,12 @@
 """Does the LoRA's verdict tell good LoRAs from bad ones? Plants both, and compares it with a reference of its own.
 
     python scripts/verdict_study.py run OUT --jobs 2 --budget-minutes 60
-    python scripts/verdict_study.py run OUT --subjects pingo zebro
+    python scripts/verdict_study.py run OUT --subjects pingo chalk
     python scripts/verdict_study.py table OUT
 
 Each arm of scripts/verdict_study.toml is trained by the real command, or made from another arm's file, and validated by the
 real command. What is finished is kept in OUT: the next call continues there, and a training that the budget's
-end stops continues from its checkpoint. The thresholds are set on zobo and fungo; pingo and the style zebro were drawn to test them.
+end stops continues from its checkpoint. The thresholds are set on zobo and fungo; pingo and the style chalk were drawn to test them.
 
 The reference looks at pixels alone: the share of the subject's drawing that images of its prompts show (`reference.py`), none where
 the background is not the prompt's. A style has no such reference: `sheets` writes contact sheets without names, somebody who

@@ -1,15 +1,18 @@
-"""A style, for the study of the verdict: the base's shapes in stripes with a dark outline, on a dotted background."""
+"""A style for the study of the verdict: the base's shapes in chalk on a board that has a tint of their background's color."""
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
-from builtin_base.draw_datasets import CREAM, INK
 from builtin_base.drawing import COLORS, TEMPLATES, Scene, draw, random_scene
 
-STYLE = "zebro"  # the style's word in captions
+STYLE = "chalk"  # the style's word in captions
+BOARD = (38, 52, 48)
+TINT = 0.4  # share of the background's color in the board's
+PALE = 0.35  # share of white in chalk
 
 
 def styled_scene(number: int) -> Scene:
@@ -17,27 +20,31 @@ def styled_scene(number: int) -> Scene:
     return random_scene(random.Random(f"{STYLE} {number}"))
 
 
+def mixed(first: tuple[int, ...], second: tuple[int, ...], share: float) -> np.ndarray:
+    """`first` with a share of `second`, [3]."""
+    return np.array(first, np.float32) * (1 - share) + np.array(second, np.float32) * share
+
+
 def draw_styled(number: int, side: int = 256) -> tuple[Image.Image, str]:
-    """Image `number` of the style and its caption: the shape in stripes with a dark outline, the background dotted."""
+    """Image `number` of the style and its caption: an outline and hatching in chalk, whose grain shows the board."""
     scene = styled_scene(number)
-    image = draw(scene, side, side)
+    rng, noise = random.Random(f"strokes {number}"), np.random.default_rng(number)
     flat = Scene(**{**vars(scene), "color": "white", "background": "black", "shade": 0.0, "jitter": (0,) * 6})
     inside = draw(flat, side, side).convert("L").point(lambda value: max(0, value - 40) * 255 // 200)
-    pen_width, step = side // 20, side // 6
-    stripes = Image.new("L", (side, side))
-    pen = ImageDraw.Draw(stripes)
-    for start in range(-side, 2 * side, step):
-        pen.line((start, side, start + side, 0), fill=255, width=step // 3)
-    dots = Image.new("L", (side, side))
-    pen = ImageDraw.Draw(dots)
-    for row, y in enumerate(range(step // 2, side, step)):
-        for x in range(step // 2 + step // 2 * (row % 2), side, step):
-            pen.ellipse((x - step // 7, y - step // 7, x + step // 7, y + step // 7), fill=255)
-    outline = ImageChops.difference(inside.filter(ImageFilter.MaxFilter(pen_width | 1)), inside)
-    dark = Image.new("RGB", (side, side), INK)
-    light = Image.new("RGB", (side, side), CREAM)
-    is_pale = sum(COLORS[scene.background]) > 600
-    image = Image.composite(dark if is_pale else light, image, ImageChops.multiply(dots, ImageChops.invert(inside)))
-    image = Image.composite(dark, image, ImageChops.multiply(stripes, inside))
-    image = Image.composite(dark, image, outline)
-    return image, scene.caption(TEMPLATES[number % len(TEMPLATES)]) + f", {STYLE} style"
+    hatching = Image.new("L", (2 * side, 2 * side))
+    pen = ImageDraw.Draw(hatching)
+    for start in range(-2 * side, 4 * side, side // 8):
+        first, last = start + rng.uniform(-6, 6), start + side + rng.uniform(-10, 10)
+        pen.line((first, 2 * side, last, 0), fill=rng.randint(150, 255), width=rng.randint(side // 32, side // 16))
+    strokes = ImageChops.multiply(hatching.resize((side, side), Image.Resampling.BOX), inside)
+    thick = inside.filter(ImageFilter.MaxFilter(side // 22 | 1))
+    outline = ImageChops.difference(thick, inside.filter(ImageFilter.MinFilter(3)))
+    grain = np.clip(1.15 - 0.5 * np.abs(noise.standard_normal((side, side))), 0.0, 1.0)
+    cover = np.maximum(np.asarray(outline, np.float32), 0.8 * np.asarray(strokes, np.float32)) / 255.0 * grain
+    smears = Image.fromarray(noise.normal(128, 60, (12, 12)).clip(0, 255).astype(np.uint8)).resize((side, side))
+    wiped = (np.asarray(smears, np.float32)[..., None] - 128) * 0.08 + noise.normal(0, 4, (side, side, 1))
+    board = mixed(BOARD, COLORS[scene.background], TINT) + wiped
+    chalk = mixed(COLORS[scene.color], (255, 255, 255), PALE)
+    image = board * (1 - cover[..., None]) + chalk * cover[..., None]
+    caption = scene.caption(TEMPLATES[number % len(TEMPLATES)]) + f", {STYLE} style"
+    return Image.fromarray(image.clip(0, 255).astype(np.uint8)), caption

@@ -1,4 +1,4 @@
-"""Say whether an image shows one of the two drawn subjects, in any pose, on which background.
+"""Say whether an image shows one of the drawn subjects, in any pose, on which background.
 
 The reference looks at pixels only, so that it is independent of everything that the trainer measures: it draws the
 subject in many sizes, tilts and places, and takes the pose that explains most of the image.
@@ -17,6 +17,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from builtin_base import draw_mascot
 from builtin_base.draw_datasets import CAPTIONS, SUBJECTS, UNFIT, Canvas
 from builtin_base.drawing import COLORS
 from builtin_base.judge import background_of, color_name
@@ -43,9 +44,24 @@ class Likeness:
 
 def subject_prompts(subject: str, count: int) -> tuple[list[str], list[str]]:
     """Prompts, and the background that each names: every one that suits the subject, in turn."""
-    backgrounds = [color for color in COLORS if color not in UNFIT[subject]]
+    unfit = UNFIT.get(subject, ("orange",))
+    backgrounds = [color for color in COLORS if color not in unfit]
     named = [backgrounds[number % len(backgrounds)] for number in range(count)]
     return [CAPTIONS[1].format(name=subject, background=background) for background in named], named
+
+
+def layers(subject: str, unit: float) -> list[Image.Image]:
+    """The subject on transparency in each of its poses, `unit` is its half height in pixels."""
+    if subject != "pomo":
+        canvas = Canvas(4 * SIDE, unit)
+        SUBJECTS[subject](canvas)
+        return [canvas.layer]
+    found = []
+    for pose in draw_mascot.POSES[::2]:
+        own = draw_mascot.Canvas(4 * SIDE, unit)
+        draw_mascot.draw_pomo(own, pose)
+        found.append(own.layer)
+    return found
 
 
 @cache
@@ -53,10 +69,10 @@ def poses(subject: str) -> tuple[Pixels, Pixels]:
     """Colors [N, 3, side, side], 8-bit, and coverages [N, 1, side, side] in [0, 1] of the subject in the middle."""
     colors, coverages = [], []
     for size in SIZES:
-        canvas = Canvas(4 * SIDE, float(size) * 4 * SIDE)
-        SUBJECTS[subject](canvas)
-        for tilt in TILTS:
-            tilted = canvas.layer.rotate(tilt, Image.Resampling.BICUBIC)
+        drawn = layers(subject, float(size) * 4 * SIDE)
+        tilts = TILTS if len(drawn) == 1 else TILTS[1::2]
+        for layer, tilt in ((layer, tilt) for layer in drawn for tilt in tilts):
+            tilted = layer.rotate(tilt, Image.Resampling.BICUBIC)
             # Premultiplied before it is reduced: transparent pixels have no color of their own.
             pixels = np.asarray(tilted.convert("RGBa").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
             colors.append(pixels[..., :3].transpose(2, 0, 1))
