@@ -83,7 +83,7 @@ def prediction_errors() -> dict[str, float]:
         denoiser = FAMILY.denoiser.load(BASE_FOLDER, dtype, torch.device("cpu"), quantize)
         width = int(denoiser.config.cross_attention_dim)
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(8, 4, 16, 16, generator=generator).to(dtype)
+        x = torch.randn(8, int(denoiser.config.in_channels), 16, 16, generator=generator).to(dtype)
         embeds = torch.randn(8, 77, width, generator=generator).to(dtype)
         t = torch.linspace(20, 980, 8).long()
         found[variant] = FAMILY.denoiser.predict(denoiser, x, t, {"embeds": embeds}, torch.zeros(8, 6)).float()

@@ -71,7 +71,9 @@ class Interrupt:
         self.parts: list[Interrupt] = []  # of runs in other threads, which a signal stops too
         self.on_its_way = False  # a SIGTERM that this process sent to itself in `stoppable`
         self.on_purpose = False  # and that it has caught
-        self.discarded = False  # the exception for the signal, by Python
+        self.discarded = False  # the exception for the signal, by Python, and not raised again yet
+        self.in_hook = False  # of discarded exceptions
+        self.repeating: threading.Thread | None = None  # sends the signal again
         self.other_hook = sys.unraisablehook
         # Found now: a terminal that is closed is not recognized later.
         self.terminals = [number for number in (0, 1, 2) if os.isatty(number)]
@@ -119,6 +121,12 @@ class Interrupt:
 
     def caught(self, number: int, frame: FrameType | None) -> None:
         """The handler of all signals. Raises Stopped or StepAborted where the work allows it."""
+        if self.in_hook:  # what is raised there is discarded too; the signal is repeated
+            return
+        if self.discarded:
+            self.discarded = False
+            self._raise()
+            return
         own = self.on_its_way and number == signal.SIGTERM
         if own:
             self.on_its_way = False
@@ -128,14 +136,11 @@ class Interrupt:
             if number == HANG_UP:
                 self._detach_terminals()
             return
-        if self.discarded:
-            self.discarded = False
-            self._raise()
-            return
         if self:
-            if own:
+            if own or (self.repeating is not None and self.repeating.is_alive()):
                 return
-            if self.seconds > ECHO_SECONDS and number != HANG_UP:
+            # A process without a launcher gets here after a repeated signal alone: its others have no handler any more.
+            if (self.seconds > ECHO_SECONDS or not launched()) and number != HANG_UP:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
@@ -159,9 +164,13 @@ class Interrupt:
         if self.signal is None or not isinstance(found.exc_value, (Stopped, StepAborted)):
             self.other_hook(found)
             return
-        self.discarded = True
-        signal.signal(self.signal, self.caught)
-        threading.Thread(target=self._signal_until_caught, args=(self.signal,), daemon=True).start()
+        self.in_hook = self.discarded = True
+        try:
+            signal.signal(self.signal, self.caught)
+            self.repeating = threading.Thread(target=self._signal_until_caught, args=(self.signal,), daemon=True)
+            self.repeating.start()
+        finally:
+            self.in_hook = False
 
     def _signal_until_caught(self, number: int) -> None:
         # Repeated: a signal just before a system call does not wake it.
@@ -169,6 +178,13 @@ class Interrupt:
             time.sleep(AGAIN_SECONDS)
             if self.discarded:
                 signal_itself(number)
+
+    def stop_repeating(self) -> None:
+        """From here on the signal is not sent again."""
+        self.discarded = False
+        if self.repeating is not None:
+            self.repeating.join()
+            self.repeating = None
 
     def _detach_terminals(self) -> None:
         """Discard further output to terminals: a closed one refuses every write."""
@@ -179,6 +195,7 @@ class Interrupt:
 
     def forget(self) -> None:
         """Catch signals as before the one that came."""
+        self.stop_repeating()
         self.signal, self.at, self.ends, self.on_purpose = None, 0.0, math.inf, False
         for each in self.heard:
             signal.signal(each, self.caught)
@@ -229,7 +246,8 @@ def listening(*, silent: bool = False, to_the_end: bool = False) -> Iterator[Int
     try:
         yield _now
     finally:
-        _now.discarded, sys.unraisablehook = False, _now.other_hook
+        _now.stop_repeating()
+        sys.unraisablehook = _now.other_hook
         for each, handler in before.items():
             signal.signal(each, signal.SIG_IGN if to_the_end else handler)
         _now = None

@@ -12,6 +12,7 @@ second call continues after the last finished stage. The weights take 7.6 MB, an
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -25,7 +26,7 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base.drawing import TEMPLATES, random_scene
-from builtin_base.train import EMPTY_CAPTIONS, SIZES, cosine_rate, log
+from builtin_base.train import EMPTY_CAPTIONS, SIZES
 
 BASE = Path(__file__).resolve().parents[2] / "lora_trainer" / "builtin" / "base"
 STUDENT_STEPS, TEACHER_STEPS = 4, 8
@@ -53,6 +54,17 @@ def jumps(scheduler: DDIMScheduler, steps: int) -> list[Jump]:
     return found
 
 
+def cosine_rate(step: int, steps: int, warmup: int) -> float:
+    """Share of the peak rate at a step: linear warm-up, then half a cosine to 1 %."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def log(stage: str, step: int, steps: int, loss: float, started: float) -> None:
+    print(f"{stage} {step:5d}/{steps} loss {loss:.4f} {time.monotonic() - started:6.0f} s", flush=True)
+
+
 def load(folder: Path) -> Any:
     """A folder's pipeline in fp32, silent."""
     pipeline: Any = StableDiffusionPipeline.from_pretrained(
@@ -71,7 +83,7 @@ def encode(pipeline: Any, captions: list[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def draw_trajectories(pipeline: Any, count: int, seed: int, batch: int = 24) -> list[dict[str, Any]]:
-    """Batches of one size: x [B, 5, 4, h, w] where the student's steps begin and end, and their captions."""
+    """Batches of one size: x [B, 5, C, h, w] where the student's steps begin and end, and their captions."""
     rng, noise = random.Random(seed), torch.Generator().manual_seed(seed)
     steps = jumps(pipeline.scheduler, TEACHER_STEPS)
     found, started = [], time.monotonic()
@@ -82,7 +94,7 @@ def draw_trajectories(pipeline: Any, count: int, seed: int, batch: int = 24) -> 
             for _ in range(batch)
         ]
         context = encode(pipeline, [*captions, *[""] * batch])
-        x = torch.randn((batch, 4, height // 8, width // 8), generator=noise)
+        x = torch.randn((batch, pipeline.unet.config.in_channels, height // 8, width // 8), generator=noise)
         kept = [x]
         for index, step in enumerate(steps):
             with torch.autocast("cpu", torch.bfloat16):

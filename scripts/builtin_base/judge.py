@@ -5,7 +5,7 @@
 The judge looks at pixels only and is itself judged first: on drawn images, on drawn
 images that went through the autoencoder, and on captions that belong to others.
 Then the base draws 64 prompts that were fixed before it was trained, seeds 0 to 63. A base of
-another shape (`train_shape.py`) is judged in the same way; it has no card.
+another shape is judged in the same way; it has no card.
 """
 
 from __future__ import annotations
@@ -204,6 +204,19 @@ def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Im
     return decoded
 
 
+def round_trips(vae: Any, parts: dict[str, Any], columns: int = 6) -> Image.Image:
+    """For each folder a row of images, and below it what the autoencoder keeps of them."""
+    import torch
+
+    rows = []
+    for pixels in parts.values():
+        chosen = pixels[:: max(1, len(pixels) // columns)][:columns]
+        with torch.no_grad():
+            kept = vae.decode(vae.encode(chosen).latent_dist.mode()).sample.clamp(-1, 1)
+        rows += [torch.cat([*each.add(1).mul(127.5).round().byte()], dim=2) for each in (chosen, kept)]
+    return Image.fromarray(torch.cat(rows, dim=1).permute(1, 2, 0).numpy())
+
+
 def contact_sheet(images: list[Image.Image], verdicts: list[Verdict], scenes: list[Scene]) -> Image.Image:
     """All images with what was asked for and, where it differs, what was seen."""
     side, foot, columns = 128, 30, 8
@@ -256,18 +269,31 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=1000, help="images that the judge is judged on")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="how many of the fixed prompts, from the first")
     parser.add_argument("--sheet", type=Path, help="write the sampled images with their verdicts here")
-    parser.add_argument("--card", action="store_true", help="write the model card with these figures into the base")
+    parser.add_argument("--real", type=Path, help="folder of folders with images that no training saw")
+    parser.add_argument("--round-trip", type=Path, help="write some of them beside what the autoencoder keeps here")
+    parser.add_argument(
+        "--card", type=Path, help="write the model card into the base, with the words of this JSON file"
+    )
     args = parser.parse_args()
     folder = args.vae or args.base / "vae"
-    vae, decibels = None, float("nan")
+    vae = None
+    words = {"psnr": "not measured"}
     if folder.is_dir():
         from diffusers import AutoencoderKL
 
         from builtin_base.train import psnr
+        from builtin_base.train_vae import decibels, real_images
 
         vae = AutoencoderKL.from_pretrained(folder, local_files_only=True).float().eval()
-        decibels = psnr(vae, seed=40_000)
-        print(f"{'the autoencoder on 128 unseen images':48s} {decibels:.2f} dB PSNR", flush=True)
+        ratios = {"shapes": psnr(vae, seed=40_000)}
+        parts = (
+            {part.name: real_images(part) for part in sorted(args.real.iterdir()) if part.is_dir()} if args.real else {}
+        )
+        ratios |= {name: decibels(vae, pixels) for name, pixels in parts.items()}
+        words["psnr"] = ", ".join(f"{name} {ratio:.1f} dB" for name, ratio in ratios.items())
+        print(f"the autoencoder on unseen images: {words['psnr']}", flush=True)
+        if args.round_trip and parts:
+            round_trips(vae, parts).save(args.round_trip)
     figures = judge_the_judge(args.drawn, vae)
     show(figures)
     if not (args.base / "model_index.json").is_file():
@@ -278,7 +304,8 @@ def main() -> None:
     if args.card:
         from builtin_base.card import card
 
-        text = card(args.base, {**sampled, **figures}, decibels, args.prompts, STEPS, GUIDANCE)
+        words = {**words, **json.loads(args.card.read_text(encoding="utf-8"))}
+        text = card(args.base, {**sampled, **figures}, words, args.prompts, STEPS, GUIDANCE)
         (args.base / "README.md").write_text(text, encoding="utf-8")
 
 

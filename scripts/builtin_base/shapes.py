@@ -1,7 +1,6 @@
-"""The shapes of further miniature bases: SDXL's U-Net and a flow-matching transformer of SD3.5.
+"""The shapes of the miniature bases: SD1.5's, which is the built-in one, SDXL's, and a flow-matching transformer of SD3.5.
 
-Both keep the built-in base's autoencoder and tokenizer, and draw the same 128-pixel images; all
-else is trained from nothing by `train_shape.py`.
+They share the autoencoder and the tokenizer, and draw the same 128-pixel images. `train.py` trains them.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -38,7 +38,7 @@ T5_TOKENS = 256  # zeros in the place of SD3's third encoder, which is optional 
 
 @dataclass(frozen=True)
 class Batch:
-    """`latents` [B, 4, h, w], scaled; `ids` [B, 32]; `sizes` [B, 6]: original height, width, crop top, left, target
+    """`latents` [B, C, h, w], scaled; `ids` [B, tokens]; `sizes` [B, 6]: original height, width, crop top, left, target
     height, width; `noise` like the latents; `draws` [B], standard normal, for the timesteps."""
 
     latents: Tensor
@@ -56,6 +56,42 @@ class Shape:
     make: Callable[[CLIPTokenizer], nn.ModuleDict]
     losses: Callable[[nn.ModuleDict, Batch], Tensor]
     assemble: Callable[[nn.ModuleDict, AutoencoderKL, CLIPTokenizer], DiffusionPipeline]
+    tokens: int = TOKENS  # of a caption
+    sized: bool = False  # whether it reads the six sizes
+
+
+def make_sd15(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
+    return nn.ModuleDict({"unet": architecture.make_unet(), "text_encoder": architecture.make_text_encoder(tokenizer)})
+
+
+def min_snr_losses(predicted: Tensor, noise: Tensor, alphas: Tensor) -> Tensor:
+    """Squared errors of epsilon [B], weighted by min(SNR, 5) / SNR (arXiv:2303.09556, eq. 5)."""
+    snr = alphas / (1.0 - alphas)
+    return (predicted.float() - noise).square().mean((1, 2, 3)) * snr.clamp(max=MIN_SNR_GAMMA) / snr
+
+
+def uniform_timesteps(draws: Tensor) -> Tensor:
+    return (1000 * torch.special.ndtr(draws)).long().clamp(max=999)
+
+
+def sd15_losses(parts: nn.ModuleDict, batch: Batch) -> Tensor:
+    scheduler = architecture.make_scheduler()
+    t = uniform_timesteps(batch.draws)
+    noisy = scheduler.add_noise(batch.latents, batch.noise, t)
+    predicted = parts["unet"](noisy, t, parts["text_encoder"](batch.ids)[0]).sample
+    return min_snr_losses(predicted, batch.noise, scheduler.alphas_cumprod[t])
+
+
+def assemble_sd15(parts: nn.ModuleDict, vae: AutoencoderKL, tokenizer: CLIPTokenizer) -> DiffusionPipeline:
+    return StableDiffusionPipeline(
+        vae=vae,
+        **halved(parts),
+        tokenizer=tokenizer,
+        scheduler=architecture.make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def encoder_config(tokenizer: CLIPTokenizer, **changes: object) -> CLIPTextConfig:
@@ -77,8 +113,8 @@ def encode(encoder: nn.Module, ids: Tensor) -> Any:
 def make_sdxl(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
     unet = UNet2DConditionModel(
         sample_size=architecture.RESOLUTION // 8,
-        in_channels=4,
-        out_channels=4,
+        in_channels=architecture.LATENT_CHANNELS,
+        out_channels=architecture.LATENT_CHANNELS,
         block_out_channels=(64, 128),
         layers_per_block=1,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -97,17 +133,14 @@ def make_sdxl(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
 
 
 def sdxl_losses(parts: nn.ModuleDict, batch: Batch) -> Tensor:
-    """Squared errors of epsilon [B] with min-SNR weights (arXiv:2303.09556, eq. 5)."""
     scheduler = architecture.make_scheduler()
-    t = (1000 * torch.special.ndtr(batch.draws)).long().clamp(max=999)  # uniform
-    alphas = scheduler.alphas_cumprod[t]
-    snr = alphas / (1.0 - alphas)
+    t = uniform_timesteps(batch.draws)
     outputs = [encode(parts[name], batch.ids) for name in ("text_encoder", "text_encoder_2")]
     context = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
     added = {"text_embeds": outputs[1].text_embeds, "time_ids": batch.sizes}
     noisy = scheduler.add_noise(batch.latents, batch.noise, t)
     predicted = parts["unet"](noisy, t, context, added_cond_kwargs=added).sample
-    return (predicted.float() - batch.noise).square().mean((1, 2, 3)) * snr.clamp(max=MIN_SNR_GAMMA) / snr
+    return min_snr_losses(predicted, batch.noise, scheduler.alphas_cumprod[t])
 
 
 def assemble_sdxl(parts: nn.ModuleDict, vae: AutoencoderKL, tokenizer: CLIPTokenizer) -> DiffusionPipeline:
@@ -127,8 +160,8 @@ def make_flow(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
     transformer = SD3Transformer2DModel(
         sample_size=architecture.RESOLUTION // 8,
         patch_size=2,
-        in_channels=4,
-        out_channels=4,
+        in_channels=architecture.LATENT_CHANNELS,
+        out_channels=architecture.LATENT_CHANNELS,
         num_layers=6,
         attention_head_dim=head_width,
         num_attention_heads=heads,
@@ -168,7 +201,7 @@ class Attention(TorchFunctionMode):
 
 
 def flow_prediction(parts: nn.ModuleDict, noisy: Tensor, ids: Tensor, timestep: Tensor) -> Tensor:
-    """The velocity [B, 4, h, w] at timesteps in (0, 1000]."""
+    """The velocity [B, C, h, w] at timesteps in (0, 1000]."""
     outputs = [encode(parts[name], ids) for name in ("text_encoder", "text_encoder_2")]
     context = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
     context = torch.cat([context, context.new_zeros(len(ids), 1, context.shape[-1])], dim=1)
@@ -205,6 +238,7 @@ def halved(parts: nn.ModuleDict) -> dict[str, nn.Module]:
 
 
 SHAPES = {
-    "sdxl": Shape(make_sdxl, sdxl_losses, assemble_sdxl),
+    "sd15": Shape(make_sd15, sd15_losses, assemble_sd15, tokens=77),
+    "sdxl": Shape(make_sdxl, sdxl_losses, assemble_sdxl, sized=True),
     "flow": Shape(make_flow, flow_losses, assemble_flow),
 }

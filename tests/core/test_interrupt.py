@@ -179,6 +179,64 @@ def test_a_signal_that_comes_in_a_finalizer_stops_the_work(checkout: Path, kind:
     assert "Traceback" not in aborted.stderr
 
 
+STOPPED_BY_ITSELF_IN_A_FINALIZER = """
+import time
+from lora_trainer.core.interrupt import Stopped, listening, signalled, stoppable, stopping_on_signal
+class Ends:
+    def __init__(self, stop):
+        self.stop = stop
+    def __del__(self):
+        self.stop()
+        time.sleep(0.001)
+with listening():
+    for seconds in (30, 0):
+        try:
+            with stoppable() as stop, stopping_on_signal():
+                Ends(stop)
+                time.sleep(seconds)
+        except Stopped:
+            print("stopped", flush=True)
+        time.sleep(0.1)
+        print("alive", signalled(), flush=True)
+"""
+BESIDE_BUSY_THREADS = """
+import os, signal, threading, time
+from lora_trainer.core.interrupt import Stopped, listening, remembering, abortable, StepAborted
+def busy():
+    while True:
+        sum(range(1000))
+for _ in range(6):
+    threading.Thread(target=busy, daemon=True).start()
+class Ends:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.001)
+with listening(), remembering(0.5):
+    try:
+        with abortable(60):
+            Ends()
+            time.sleep(30)
+    except StepAborted:
+        print("aborted", flush=True)
+    while threading.active_count() > 7:  # the first is not sent again any more
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+"""
+
+
+def test_a_process_that_stops_its_own_work_in_a_finalizer_lives_on(checkout: Path) -> None:
+    done = run(checkout, program=STOPPED_BY_ITSELF_IN_A_FINALIZER)
+    lines = done.stdout.splitlines()
+    assert (done.returncode, lines[:2], lines[-1]) == (0, ["stopped", "alive False"], "alive False"), done.stderr
+
+
+def test_busy_threads_do_not_hide_a_signal_and_the_second_ends_at_once(checkout: Path) -> None:
+    for _ in range(3):
+        done = run(checkout, program=BESIDE_BUSY_THREADS)
+        assert (done.returncode, done.stdout) == (-signal.SIGINT, "aborted\n"), done.stderr
+
+
 @pytest.fixture
 def _closing_terminals_matter() -> Iterator[None]:
     """Also where the tests run under nohup, which children inherit."""

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from lora_trainer.cli.main import main
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.miniature import trial_line
@@ -35,6 +37,15 @@ def test_it_tells_images_that_it_keeps_from_those_that_it_does_not(tmp_path: Pat
 
     plain = write_images(tmp_path / "plain", lambda number: Image.new("RGB", (128, 128), (40 + 60 * number, 90, 200)))
     assert kept(write_images(tmp_path / "noise", noise)) <= 15 < kept(plain)
+
+
+def test_a_run_says_it_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_images(tmp_path / "images", lambda number: Image.new("RGB", (64, 64), (90 * number, 90, 200)))
+    settings = ("gates.dataset=0", "gates.lora_check=off", "sample.count=1", "sample.num_inference_steps=1")
+    words = ["train", "--data", str(folder), "--output", str(tmp_path), "--name", "run", "--max-steps", "1"]
+    assert main([*words, *(part for each in settings for part in ("--set", each))]) == 0, capsys.readouterr().err
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"the built-in miniature keeps \d+ dB of these images; it is a trial", shown)
 
 
 def test_it_says_nothing_of_its_own_example_or_of_other_models(tmp_path: Path) -> None:
