@@ -1,7 +1,7 @@
 """What travels inside the package, so that everything runs without a download.
 
 `BASE_FOLDER`: a miniature Stable Diffusion 1.5 in diffusers' layout, trained by
-`scripts/builtin_base/train.py`. `DATA_FOLDER`: 24 images with captions of a subject
+`scripts/builtin_base/train.py` of commit 3dbbf4a6. `DATA_FOLDER`: 24 images with captions of a subject
 that it cannot draw, made by `scripts/builtin_base/draw_datasets.py`. Both were drawn
 by programs of this project and stand under its licence, Apache-2.0.
 """
