@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import string
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 RESOLUTION = 128
@@ -89,28 +90,42 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
+def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Byte-pair merges, the most frequent pair first, until each word is one token (arXiv:1508.07909).
+
+    The library's trainer breaks ties differently from call to call.
+    """
+    pieces = [[*word[:-1], word[-1] + "</w>"] for word in words]
+    merges: list[tuple[str, str]] = []
+    while counts := Counter(pair for each in pieces for pair in pairwise(each)):
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        merges.append(best)
+        for each in pieces:
+            at = 0
+            while at < len(each) - 1:
+                if (each[at], each[at + 1]) == best:
+                    each[at : at + 2] = ["".join(best)]
+                at += 1
+    return merges
+
+
 def make_tokenizer(folder: Path, names: Iterable[str] = (), tokens: int = 77) -> CLIPTokenizer:
     """CLIP's byte-pair tokenizer with a vocabulary of our own, written to `folder`.
 
-    Every printable byte is a token, so any caption can be read; nearly each of `WORDS` and of the words of `names` is one
+    Every printable byte is a token, so any caption can be read; each of `WORDS` and of the words of `names` is one
     token. `tokens` are the most of a caption.
     """
     words = dict.fromkeys([*WORDS, *(word for name in names for word in re.findall(r"[a-z]+", name.lower()))])
     letters = [*string.printable.strip()]
-    # As CLIP splits captions: letters together, then digits one by one, then signs.
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
-    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1_000_000, min_frequency=2, end_of_word_suffix="</w>", initial_alphabet=letters, show_progress=False
-    )
-    bpe.train_from_iterator([f"{word} {word}" for word in words], trainer)
-    learned = json.loads(bpe.to_str())["model"]
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in learned["merges"]]
-    vocabulary = [*letters, *(letter + "</w>" for letter in letters), *(merge.replace(" ", "") for merge in merges)]
+    merges = learn_merges(words)
+    vocabulary = [*letters, *(letter + "</w>" for letter in letters), *(first + second for first, second in merges)]
     vocabulary = [*dict.fromkeys(vocabulary), "<|startoftext|>", "<|endoftext|>"]
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").unlink(
+        missing_ok=True
+    )  # of an earlier call: it would be read in place of the two files
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{first} {second}\n" for first, second in merges))
     tokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=tokens, local_files_only=True)
     tokenizer.save_pretrained(folder)
     return tokenizer
