@@ -19,12 +19,11 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from builtin_base.draw_datasets import SIZES, Canvas, Color
 from builtin_base.drawing import OVERSAMPLE, shaded_canvas, shifted
 
-Color = tuple[int, int, int]
 Point = tuple[float, float]
 
-SIZES = ((256, 256), (240, 300), (300, 240), (208, 312))  # width, height: 1:1, 4:5, 5:4, 2:3
 INK: Color = (52, 38, 44)
 SKIN: Color = (250, 158, 66)
 BELLY: Color = (255, 206, 128)
@@ -125,46 +124,35 @@ CAPTIONS = (
 )
 
 
-class Canvas:
-    """A transparent layer whose unit is the figure's half height, with its origin in the middle."""
-
-    def __init__(self, side: int, unit: float) -> None:
-        self.layer = Image.new("RGBA", (side, side))
-        self.pen = ImageDraw.Draw(self.layer)
-        self.middle, self.unit = side / 2, unit
-
-    def at(self, x: float, y: float) -> Point:
-        return self.middle + self.unit * x, self.middle + self.unit * y
+class OutlinedCanvas(Canvas):
+    """A canvas whose forms have an outline."""
 
     def polygon(self, points: list[Point], fill: Color, line: float = LINE) -> None:
-        placed = [self.at(*point) for point in points]
         if line:
             self.line([*points, points[0], points[1]], 2 * line, INK)
-        self.pen.polygon(placed, fill=fill)
+        self.pen.polygon([tuple(self.at(*point)) for point in points], fill=fill)
 
     def line(self, points: list[Point], width: float, fill: Color) -> None:
-        placed = [self.at(*point) for point in points]
-        self.pen.line(placed, fill=fill, width=round(width * self.unit), joint="curve")
-        radius = width * self.unit / 2
-        for x, y in placed:
-            self.pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+        self.pen.line(
+            [tuple(self.at(*point)) for point in points], fill=fill, width=round(width * self.unit), joint="curve"
+        )
+        for x, y in points:
+            super().ellipse(x, y, width / 2, width / 2, fill)
 
     def limb(self, points: list[Point], width: float, fill: Color) -> None:
         self.line(points, width + 2 * LINE, INK)
         self.line(points, width, fill)
 
     def ellipse(self, x: float, y: float, rx: float, ry: float, fill: Color, line: float = LINE) -> None:
-        for extra, color in ((line, INK), (0.0, fill)):
-            left, top = self.at(x - rx - extra, y - ry - extra)
-            right, bottom = self.at(x + rx + extra, y + ry + extra)
-            self.pen.ellipse((left, top, right, bottom), fill=color)
+        super().ellipse(x, y, rx + line, ry + line, INK)
+        super().ellipse(x, y, rx, ry, fill)
 
     def arc(self, x: float, y: float, rx: float, ry: float, start: float, end: float, width: float = LINE) -> None:
         angles = [math.radians(start + (end - start) * i / 16) for i in range(17)]
         self.line([(x + rx * math.cos(a), y + ry * math.sin(a)) for a in angles], width, INK)
 
 
-def draw_eyes(canvas: Canvas, pose: Pose) -> None:
+def draw_eyes(canvas: OutlinedCanvas, pose: Pose) -> None:
     for side in (-1, 1):
         x, y = 0.2 * side, -0.1
         kind = "happy" if pose.eyes == "wink" and side == 1 else pose.eyes
@@ -185,7 +173,7 @@ def draw_eyes(canvas: Canvas, pose: Pose) -> None:
             canvas.line([(x - 0.14, y - 0.08), (x + 0.14, y - 0.08)], LINE, INK)
 
 
-def draw_mouth(canvas: Canvas, kind: str) -> None:
+def draw_mouth(canvas: OutlinedCanvas, kind: str) -> None:
     if kind == "open":
         chord = [(0.17 * math.cos(a), 0.16 + 0.2 * math.sin(a)) for a in [math.pi * i / 16 for i in range(17)]]
         canvas.polygon(chord, MOUTH, 0.03)
@@ -201,7 +189,7 @@ def draw_mouth(canvas: Canvas, kind: str) -> None:
         canvas.arc(0.0, 0.14, wide, 0.12, 20, 160)
 
 
-def draw_mark(canvas: Canvas, sign: str, x: float, y: float, size: float) -> None:
+def draw_mark(canvas: OutlinedCanvas, sign: str, x: float, y: float, size: float) -> None:
     """What stands on the sign, in red."""
     if sign == "heart":
         points = []
@@ -256,7 +244,7 @@ def hand_of(side: int, angle: float) -> tuple[list[Point], Point]:
     return [shoulder, elbow, hand], hand
 
 
-def draw_pomo(canvas: Canvas, pose: Pose) -> None:
+def draw_pomo(canvas: OutlinedCanvas, pose: Pose) -> None:
     for side, angle in zip((-1, 1), pose.legs, strict=True):
         a = math.radians(angle)
         foot = (side * (0.18 + 0.3 * math.sin(a)), 0.56 + 0.32 * math.cos(a))
@@ -302,7 +290,7 @@ def draw_pose(number: int) -> tuple[Image.Image, str]:
     image = shaded_canvas(width, height, color, rng.uniform(-16.0, 16.0))
     short = min(width, height)
     unit = rng.uniform(0.36, 0.41) * short
-    canvas = Canvas(2 * short * OVERSAMPLE, unit * OVERSAMPLE)
+    canvas = OutlinedCanvas(2 * short * OVERSAMPLE, unit * OVERSAMPLE)
     draw_pomo(canvas, pose)
     layer = canvas.layer.rotate(-pose.lean, Image.Resampling.BICUBIC)
     layer = layer.convert("RGBa").resize((2 * short, 2 * short), Image.Resampling.BOX).convert("RGBA")

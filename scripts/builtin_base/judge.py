@@ -193,7 +193,7 @@ def decode_drawn(vae: Any, drawn: list[Image.Image], batch: int = 32) -> list[Im
     """The images after a trip through the autoencoder."""
     import torch
 
-    from builtin_base.train import as_tensor
+    from builtin_base.train_vae import as_tensor
 
     decoded: list[Image.Image] = []
     for start in range(0, len(drawn), batch):
@@ -281,11 +281,11 @@ def main() -> None:
     if folder.is_dir():
         from diffusers import AutoencoderKL
 
-        from builtin_base.train import psnr
-        from builtin_base.train_vae import decibels, real_images
+        from builtin_base.train_vae import as_tensor, decibels, real_images
 
         vae = AutoencoderKL.from_pretrained(folder, local_files_only=True).float().eval()
-        ratios = {"shapes": psnr(vae, seed=40_000)}
+        rng = random.Random(40_000)
+        ratios = {"shapes": decibels(vae, as_tensor([draw(random_scene(rng)) for _ in range(128)]))}
         parts = (
             {part.name: real_images(part) for part in sorted(args.real.iterdir()) if part.is_dir()} if args.real else {}
         )

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base.drawing import COLORS, shaded_canvas, shifted
 from builtin_base.pictures import Picture, collect
+from lora_trainer.evaluation.tracking import wilson
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,14 +146,6 @@ def nearest(images: list[Image.Image], references: list[Image.Image]) -> list[in
     return [int(row.argmax()) for row in own @ theirs.T]
 
 
-def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a rate (Wilson 1927)."""
-    rate, spread = right / count, z * z / count
-    middle = (rate + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / count + spread / (4 * count))
-    return middle - half, middle + half
-
-
 def references(names: list[str], pictures: list[Picture], pixels: NDArray[np.uint8]) -> list[Image.Image]:
     """Each name's picture on white."""
     numbers = {pictures[i].name: i for i in learned(pictures)}
@@ -189,10 +182,10 @@ def main() -> None:
     names = json.loads(NAMES.read_text(encoding="utf-8"))
     real = references(names["among"], pictures, pixels)
     drawn = sample(args.base, [filled(PROMPT, spoken(name), "white") for name in names["judged"]])
-    right = [found == i for i, found in enumerate(nearest(drawn, real))]
-    low, high = wilson(sum(right), len(right))
+    right = [place == i for i, place in enumerate(nearest(drawn, real))]
+    found = wilson(sum(right) / len(right), len(right))
     print(
-        f"{sum(right)} of {len(right)} names right among {len(real)}: {low:.3f} to {high:.3f}, chance {1 / len(real):.4f}"
+        f"{sum(right)} of {len(right)} names right among {len(real)}: {found.low:.3f} to {found.high:.3f}, chance {1 / len(real):.4f}"
     )
     if args.sheet:
         sheet_of(names["judged"], drawn, right).save(args.sheet)

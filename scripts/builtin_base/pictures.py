@@ -27,6 +27,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lora_trainer.core.io import read_json, write_json
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -52,11 +56,15 @@ class Picture:
     named: bool
 
 
-def look(image: Image.Image) -> str:
-    """240 bits: where the picture on white grows brighter from left to right, on a 16 x 16 grid."""
+def on_white(image: Image.Image) -> Image.Image:
     flat = Image.new("RGBA", image.size, "white")
     flat.alpha_composite(image.convert("RGBA"))
-    small = np.asarray(flat.convert("L").resize((16, 16), Image.Resampling.BOX), dtype=np.int16)
+    return flat
+
+
+def look(image: Image.Image) -> str:
+    """240 bits: where the picture on white grows brighter from left to right, on a 16 x 16 grid."""
+    small = np.asarray(on_white(image).convert("L").resize((16, 16), Image.Resampling.BOX), dtype=np.int16)
     return np.packbits(small[:, 1:] > small[:, :-1]).tobytes().hex()
 
 
@@ -153,7 +161,7 @@ def collect(work: Path) -> tuple[list[Picture], NDArray[np.uint8]]:
     if not listing.is_file():
         work.mkdir(parents=True, exist_ok=True)
         fetch(work)
-        unseen = json.loads(UNSEEN.read_text(encoding="utf-8"))
+        unseen = read_json(UNSEEN)
         pictures, images, left_out = [], [], 0
         for source in (emoji(work), clip_art(work)):
             for picture, image in source:
@@ -167,9 +175,9 @@ def collect(work: Path) -> tuple[list[Picture], NDArray[np.uint8]]:
                 pictures.append(picture)
                 images.append(np.asarray(square))
         np.save(pixels, np.stack(images))
-        listing.write_text(json.dumps([asdict(picture) for picture in pictures]), encoding="utf-8")
+        write_json(listing, [asdict(picture) for picture in pictures])
         print(f"{len(pictures)} pictures, {sum(p.named for p in pictures)} named; {left_out} unseen ones left out")
-    rows = json.loads(listing.read_text(encoding="utf-8"))
+    rows = read_json(listing)
     return [Picture(**{**row, "tags": tuple(row["tags"])}) for row in rows], np.load(
         pixels, mmap_mode="r", allow_pickle=False
     )
@@ -183,7 +191,7 @@ def write_unseen(folder: Path) -> None:
     for path in files:
         with Image.open(path) as image:
             looks.append(look(squared(image)))
-    UNSEEN.write_text(json.dumps({"names": names, "looks": looks}, indent=0) + "\n", encoding="utf-8")
+    write_json(UNSEEN, {"names": names, "looks": looks})
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def layers(subject: str, unit: float) -> list[Image.Image]:
         return [canvas.layer]
     found = []
     for pose in draw_mascot.POSES[::2]:
-        own = draw_mascot.Canvas(4 * SIDE, unit)
+        own = draw_mascot.OutlinedCanvas(4 * SIDE, unit)
         draw_mascot.draw_pomo(own, pose)
         found.append(own.layer)
     return found

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
@@ -38,6 +37,8 @@ from builtin_base.muon import Optimizers, rate
 from builtin_base.named import learned, random_named_scene, show, spoken
 from builtin_base.pictures import collect
 from builtin_base.shapes import SHAPES, Attention, Batch
+from builtin_base.train_vae import as_tensor
+from lora_trainer.core.io import atomic_path
 
 SIZES = ((128, 128), (128, 128), (128, 128), (128, 128), (160, 96), (96, 160))  # width, height
 EMPTY_CAPTIONS = 0.1
@@ -45,22 +46,6 @@ EMA_DECAY = 0.999
 PEAK_RATE = 1e-3
 NAMED_SHARE = 0.75  # of a batch of square images
 SAVE_SECONDS = 300.0
-
-
-def as_tensor(images: list[Image.Image]) -> torch.Tensor:
-    """RGB images of one size -> [B, 3, H, W] in [-1, 1]."""
-    stacked = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
-    return stacked.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
-
-
-def psnr(vae: AutoencoderKL, seed: int, count: int = 128) -> float:
-    """Mean peak signal-to-noise ratio in dB on `count` images that were never trained on."""
-    rng = random.Random(seed)
-    with torch.no_grad():
-        pixels = as_tensor([draw(random_scene(rng)) for _ in range(count)])
-        decoded = torch.cat([vae.decode(vae.encode(part).latent_dist.mode()).sample for part in pixels.split(16)])
-    error = (decoded.clamp(-1, 1) - pixels).square().flatten(1).mean(1)
-    return float((10.0 * torch.log10(4.0 / error)).mean())
 
 
 @dataclass(frozen=True)
@@ -137,8 +122,8 @@ def encode_all(
                 return show(scene, pixels), [128, 128, 0, 0, 128, 128], scene.captions()
 
             found["named"] = encode_images(vae, views * len(numbers), named)
-        torch.save({key: (p.moments, p.sizes, p.captions) for key, p in found.items()}, file.with_suffix(".new"))
-        file.with_suffix(".new").replace(file)
+        with atomic_path(file) as temporary:
+            torch.save({key: (p.moments, p.sizes, p.captions) for key, p in found.items()}, temporary)
         print(f"images encoded in {time.monotonic() - started:.0f} s", flush=True)
     return {key: EncodedImages(*parts) for key, parts in torch.load(file, weights_only=True).items()}
 
@@ -206,8 +191,8 @@ class Training:
     def save(self, file: Path) -> None:
         modules = {name: getattr(self, name).state_dict() for name in ("parts", "average", "optimizers")}
         numbers = {"step": self.step, "seconds": self.seconds, "running": self.running}
-        torch.save({**modules, **numbers}, file.with_suffix(".new"))
-        file.with_suffix(".new").replace(file)
+        with atomic_path(file) as temporary:
+            torch.save({**modules, **numbers}, temporary)
 
     def load(self, file: Path) -> None:
         state = torch.load(file, weights_only=True)

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from builtin_base import architecture
 from builtin_base.drawing import draw, draw_anything, random_scene
 from builtin_base.muon import Optimizers, rate
-from builtin_base.pictures import SIDE, collect
+from builtin_base.pictures import SIDE, collect, on_white
+from lora_trainer.core.io import atomic_path
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
@@ -165,14 +166,18 @@ def real_images(folder: Path, most: int = 40) -> torch.Tensor:
     found = []
     for path in files[:: max(1, len(files) // most)][:most]:
         with Image.open(path) as image:
-            rgba = image.convert("RGBA")
-        flat = Image.new("RGBA", rgba.size, "white")
-        flat.alpha_composite(rgba)
+            flat = on_white(image)
         side = min(flat.size)
         left, top = (flat.width - side) // 2, (flat.height - side) // 2
         square = flat.convert("RGB").crop((left, top, left + side, top + side))
-        found.append(np.asarray(square.resize((JUDGED_SIDE, JUDGED_SIDE), Image.Resampling.LANCZOS)))
-    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
+        found.append(square.resize((JUDGED_SIDE, JUDGED_SIDE), Image.Resampling.LANCZOS))
+    return as_tensor(found)
+
+
+def as_tensor(images: list[Image.Image]) -> torch.Tensor:
+    """RGB images of one size -> [B, 3, H, W] in [-1, 1]."""
+    stacked = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+    return stacked.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
 @torch.no_grad()
@@ -234,8 +239,8 @@ def train(work: Path, minutes: float, judged: dict[str, torch.Tensor], seed: int
                 flush=True,
             )
             kept = {"vae": vae.state_dict(), "average": average.state_dict(), "optimizers": optimizers.state_dict()}
-            torch.save({**kept, "spent": spent, "step": step}, state.with_suffix(".new"))
-            state.with_suffix(".new").replace(state)
+            with atomic_path(state) as temporary:
+                torch.save({**kept, "spent": spent, "step": step}, temporary)
     with torch.no_grad():
         latents = torch.cat([average.encode(images.batch(16, 128)).latent_dist.sample() for _ in range(8)])
     average.register_to_config(scaling_factor=round(LATENT_SPREAD / float(latents.std()), 5))

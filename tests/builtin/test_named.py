@@ -11,8 +11,9 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from builtin_base.draw_datasets import SUBJECTS, Canvas
 from builtin_base.draw_mascot import draw_pose
-from builtin_base.named import AMONG, JUDGED, NAMES, NamedScene, filled, nearest, spoken, wilson
+from builtin_base.named import AMONG, JUDGED, NAMES, NamedScene, filled, nearest, spoken
 from builtin_base.pictures import UNSEEN, Picture, differing_bits, is_unseen, look, squared
+from lora_trainer.evaluation.tracking import wilson
 
 
 def picture(number: int) -> Image.Image:
@@ -70,8 +71,9 @@ def test_the_judge_of_names_finds_soft_and_moved_pictures_and_nothing_in_noise()
 
 
 def test_an_interval_of_a_rate() -> None:
-    assert wilson(30, 100) == pytest.approx((0.2189, 0.3958), abs=1e-3)
-    assert wilson(0, 10)[0] == pytest.approx(0.0, abs=1e-9)
+    found = wilson(0.3, 100)
+    assert (found.low, found.high) == pytest.approx((0.2189, 0.3958), abs=1e-3)
+    assert wilson(0.0, 10).low == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_examples_are_no_named_pictures() -> None:
