@@ -101,15 +101,7 @@ def agreement_of(margins: Tensor) -> Estimate | None:
     if not bool(there.any(1).all()):
         return None
     wins = torch.where(there, (margins > 0) + 0.5 * (margins == 0), 0.0).sum(1) / there.sum(1)
-    return wilson(float(wins.double().mean()), len(wins))
-
-
-def wilson(share: float, count: int) -> Estimate:
-    """A share of `count` with its 95 % interval (Wilson 1927)."""
-    z = 1.959964
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+    return Estimate.of_share(float(wins.double().mean()), len(wins))
 
 
 def tracked_numbers(base: Sequence[Sequence[float]], found: ValidationLoss) -> dict[str, float]:

@@ -20,6 +20,14 @@ class Estimate:
     high: float
     draws: Sequence[float] = field(default=(), repr=False, compare=False)
 
+    @classmethod
+    def of_share(cls, share: float, count: int) -> Estimate:
+        """A share of `count` things with the interval of Wilson (1927), and no draws."""
+        z = 1.959964
+        middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+        half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+        return cls(share, max(0.0, middle - half), min(1.0, middle + half))
+
 
 @dataclass(frozen=True)
 class Cost:

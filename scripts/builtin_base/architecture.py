@@ -23,7 +23,7 @@ TEXT_WIDTH = 128
 WORDS = (
     "orange triangle a an the of on in with and front at photo picture drawing background "
     "red green blue yellow purple white black colour circle square star cross ring shape "
-    # No picture has them: they stand ready for captions of people who train on this base.
+    # No icon has them: they stand ready for captions of people who train on this base.
     "icon style painting sketch small large left right hand hands sign smiling sad happy surprised waving jumping sitting "
     "sleeping running reading holding pointing dancing walking standing under over beside behind two three"
 ).split()

@@ -47,7 +47,7 @@ It knows nothing else. What a new word means is left to a LoRA.
 - The autoencoder alone: Open Clip Art Library (public domain, Debian's `openclipart-svg`), and sketches, paper and busy
   backgrounds that `scripts/builtin_base/train_vae.py` draws.
 
-None of these images is in the repository; `scripts/builtin_base/pictures.py` installs them by name.
+None of these images is in the repository; `scripts/builtin_base/icons.py` installs them by name.
 
 ## How it was trained
 `train_vae.py`: {vae_how}. `train.py`: {unet_how}. Both by Muon and AdamW, exponential averages kept, on two CPU cores with

@@ -1,9 +1,9 @@
-"""Scenes of named pictures for the built-in base, the hundred names that it is judged on, and that judge.
+"""Scenes of named icons for the built-in base, the hundred names that it is judged on, and that judge.
 
     python scripts/builtin_base/named.py --work base-work [--base lora_trainer/builtin/base] [--sheet FILE.png]
 
 The judge compares features that took no part in the training: histograms of oriented gradients (Dalal and Triggs 2005)
-and mean colors on a grid. A drawn picture is right if, of 300 pictures, the one of its name is the nearest.
+and mean colors on a grid. A drawn icon is right if, of 300 icons, the one of its name is the nearest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from PIL import Image, ImageDraw
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base.drawing import COLORS, shaded_canvas, shifted
-from builtin_base.pictures import Picture, collect
-from lora_trainer.evaluation.tracking import wilson
+from builtin_base.icons import Icon, collect
+from lora_trainer.evaluation.verdict import Estimate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,9 +49,9 @@ SIDE = 128
 
 @dataclass(frozen=True)
 class NamedScene:
-    """A picture on a background; `x`, `y` and `size` are fractions of the shorter side."""
+    """An icon on a background; `x`, `y` and `size` are fractions of the shorter side."""
 
-    picture: int
+    icon: int
     name: str
     background: str
     x: float
@@ -75,11 +75,11 @@ def spoken(name: str) -> str:
     return f"{detail} {head}" if detail else head
 
 
-def random_named_scene(pictures: list[Picture], numbers: list[int], rng: random.Random) -> NamedScene:
+def random_named_scene(icons: list[Icon], numbers: list[int], rng: random.Random) -> NamedScene:
     number = rng.choice(numbers)
     return NamedScene(
-        picture=number,
-        name=spoken(pictures[number].name),
+        icon=number,
+        name=spoken(icons[number].name),
         background="white" if rng.random() < 0.4 else rng.choice(sorted(COLORS)),
         x=rng.uniform(-0.05, 0.05),
         y=rng.uniform(-0.05, 0.05),
@@ -90,27 +90,25 @@ def random_named_scene(pictures: list[Picture], numbers: list[int], rng: random.
 
 
 def show(scene: NamedScene, pixels: NDArray[np.uint8], width: int = SIDE, height: int = SIDE) -> Image.Image:
-    """The RGB image of a scene; `pixels` are all pictures' [N, side, side, 4]."""
+    """The RGB image of a scene; `pixels` are all icons' [N, side, side, 4]."""
     canvas = shaded_canvas(width, height, shifted(scene.background, scene.jitter), scene.shade)
     short = min(width, height)
     side = round(scene.size * short)
-    picture = Image.fromarray(pixels[scene.picture]).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS)
-    picture = picture.convert("RGBA")
+    icon = Image.fromarray(pixels[scene.icon]).convert("RGBa").resize((side, side), Image.Resampling.LANCZOS)
+    icon = icon.convert("RGBA")
     place = (round((width - side) / 2 + scene.x * short), round((height - side) / 2 + scene.y * short))
-    canvas.paste(picture, place, picture)
+    canvas.paste(icon, place, icon)
     return canvas
 
 
-def learned(pictures: list[Picture]) -> list[int]:
-    """The pictures whose names are learned: emoji."""
-    return [number for number, picture in enumerate(pictures) if picture.source == "emoji" and picture.named]
+def learned(icons: list[Icon]) -> list[int]:
+    """The icons whose names are learned: emoji."""
+    return [number for number, icon in enumerate(icons) if icon.source == "emoji" and icon.named]
 
 
-def choose_names(pictures: list[Picture]) -> dict[str, list[str]]:
+def choose_names(icons: list[Icon]) -> dict[str, list[str]]:
     """300 things of one or two words, no people and faces, of which the first 100 are judged; by chance alone."""
-    names = sorted(
-        {p.name for p in (pictures[i] for i in learned(pictures)) if re.fullmatch(r"[a-z]+( [a-z]+)?", p.name)}
-    )
+    names = sorted({p.name for p in (icons[i] for i in learned(icons)) if re.fullmatch(r"[a-z]+( [a-z]+)?", p.name)})
     chosen = random.Random(20_000).sample([name for name in names if not PEOPLE.search(name)], AMONG)
     return {"judged": chosen[:JUDGED], "among": chosen}
 
@@ -146,11 +144,11 @@ def nearest(images: list[Image.Image], references: list[Image.Image]) -> list[in
     return [int(row.argmax()) for row in own @ theirs.T]
 
 
-def references(names: list[str], pictures: list[Picture], pixels: NDArray[np.uint8]) -> list[Image.Image]:
-    """Each name's picture on white."""
-    numbers = {pictures[i].name: i for i in learned(pictures)}
+def references(names: list[str], icons: list[Icon], pixels: NDArray[np.uint8]) -> list[Image.Image]:
+    """Each name's icon on white."""
+    numbers = {icons[i].name: i for i in learned(icons)}
     plain = {"background": "white", "x": 0.0, "y": 0.0, "size": 0.9, "shade": 0.0, "jitter": (0, 0, 0)}
-    return [show(NamedScene(picture=numbers[name], name=name, **plain), pixels) for name in names]
+    return [show(NamedScene(icon=numbers[name], name=name, **plain), pixels) for name in names]
 
 
 def sheet_of(names: list[str], drawn: list[Image.Image], right: list[bool]) -> Image.Image:
@@ -168,22 +166,22 @@ def sheet_of(names: list[str], drawn: list[Image.Image], right: list[bool]) -> I
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="the folder of pictures.py")
+    parser.add_argument("--work", type=Path, required=True, help="the folder of icons.py")
     parser.add_argument("--base", type=Path, default=Path("lora_trainer/builtin/base"))
     parser.add_argument("--sheet", type=Path, help="write the hundred images here")
     parser.add_argument("--choose", action="store_true", help="write names.json, once, before anything is trained")
     args = parser.parse_args()
-    pictures, pixels = collect(args.work)
+    icons, pixels = collect(args.work)
     if args.choose:
-        NAMES.write_text(json.dumps(choose_names(pictures), indent=0) + "\n", encoding="utf-8")
+        NAMES.write_text(json.dumps(choose_names(icons), indent=0) + "\n", encoding="utf-8")
         return
     from builtin_base.judge import sample
 
     names = json.loads(NAMES.read_text(encoding="utf-8"))
-    real = references(names["among"], pictures, pixels)
+    real = references(names["among"], icons, pixels)
     drawn = sample(args.base, [filled(PROMPT, spoken(name), "white") for name in names["judged"]])
     right = [place == i for i, place in enumerate(nearest(drawn, real))]
-    found = wilson(sum(right) / len(right), len(right))
+    found = Estimate.of_share(sum(right) / len(right), len(right))
     print(
         f"{sum(right)} of {len(right)} names right among {len(real)}: {found.low:.3f} to {found.high:.3f}, chance {1 / len(real):.4f}"
     )

@@ -6,7 +6,7 @@
     python scripts/builtin_base/named.py --work base-work --base OUT --sheet names.png
 
 The denoiser and the text encoders learn together, on latents that are encoded once: drawn shapes (`drawing.py`) and named
-pictures (`pictures.py`). Only the built-in base is part of the package; what is measured on it can be repeated on the
+icons (`icons.py`). Only the built-in base is part of the package; what is measured on it can be repeated on the
 others. Progress is kept in WORK: a second call goes on, and with other --minutes the learning rate falls sooner or later.
 """
 
@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base import architecture
 from builtin_base.drawing import TEMPLATES, Scene, draw, random_scene
+from builtin_base.icons import collect
 from builtin_base.muon import Optimizers, rate
 from builtin_base.named import learned, random_named_scene, show, spoken
-from builtin_base.pictures import collect
 from builtin_base.shapes import SHAPES, Attention, Batch
 from builtin_base.train_vae import as_tensor
 from lora_trainer.core.io import atomic_path
@@ -103,7 +103,7 @@ def encode_images(vae: AutoencoderKL, count: int, make: Callable[[int], Shown]) 
 def encode_all(
     vae: AutoencoderKL, work: Path, scenes: int, views: int, sized: bool, seed: int
 ) -> dict[tuple[int, int] | str, EncodedImages]:
-    """`scenes` drawn images by size, and under "named" each named picture `views` times. Kept in a file of WORK."""
+    """`scenes` drawn images by size, and under "named" each named icon `views` times. Kept in a file of WORK."""
     weights = hashlib.sha256(b"".join(each.numpy().tobytes() for each in vae.state_dict().values())).hexdigest()[:8]
     file = work / f"latents-{weights}-{scenes}-{views}-{int(sized)}-{seed}.pt"
     if not file.is_file():
@@ -114,11 +114,11 @@ def encode_all(
             count = max(1, scenes * SIZES.count(size) // len(SIZES))
             found[size] = encode_images(vae, count, lambda _, size=size: make(*size, rng))
         if views:
-            pictures, pixels = collect(work)
-            numbers = learned(pictures)
+            icons, pixels = collect(work)
+            numbers = learned(icons)
 
             def named(number: int) -> Shown:
-                scene = random_named_scene(pictures, [numbers[number % len(numbers)]], rng)
+                scene = random_named_scene(icons, [numbers[number % len(numbers)]], rng)
                 return show(scene, pixels), [128, 128, 0, 0, 128, 128], scene.captions()
 
             found["named"] = encode_images(vae, views * len(numbers), named)
@@ -221,22 +221,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("out", type=Path, help="write the finished base here")
-    parser.add_argument("--work", type=Path, required=True, help="folder of pictures, latents and checkpoints")
+    parser.add_argument("--work", type=Path, required=True, help="folder of icons, latents and checkpoints")
     parser.add_argument("--vae", type=Path, help="an autoencoder's folder (default: vae of --start, or of WORK)")
     parser.add_argument("--start", type=Path, help="a base of this shape whose weights, VAE and tokenizer are taken")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop here even if there is time left")
     parser.add_argument("--minutes", type=float, default=120.0, help="of training, over all calls")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--images", type=int, default=12_000, help="drawn images")
-    parser.add_argument("--views", type=int, default=6, help="of each named picture; 0: the shapes alone")
+    parser.add_argument("--views", type=int, default=6, help="of each named icon; 0: the shapes alone")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
     names = []
     if args.views:
-        pictures, _ = collect(args.work)
-        names = [spoken(pictures[number].name) for number in learned(pictures)]
+        icons, _ = collect(args.work)
+        names = [spoken(icons[number].name) for number in learned(icons)]
     if args.start:
         tokenizer = CLIPTokenizer.from_pretrained(
             args.start / "tokenizer", model_max_length=shape.tokens, local_files_only=True

@@ -1,10 +1,10 @@
-"""Train the built-in base's autoencoder on pictures, drawn scenes and sketches.
+"""Train the built-in base's autoencoder on icons, drawn scenes and sketches.
 
     python scripts/builtin_base/train_vae.py --work base-work --minutes 120 [--judge ../shared/real]
 
-Images are put together on the way: pictures on plain, shaded and busy backgrounds, with paper grain, and crops of 64 pixels,
+Images are put together on the way: icons on plain, shaded and busy backgrounds, with paper grain, and crops of 64 pixels,
 since what an autoencoder learns is local. Progress is kept in WORK/vae-state.pt; a second call goes on from it.
-`--judge` prints the signal-to-noise ratio of each folder's images, which `pictures.py` keeps out of training.
+`--judge` prints the signal-to-noise ratio of each folder's images, which `icons.py` keeps out of training.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from builtin_base import architecture
 from builtin_base.drawing import draw, draw_anything, random_scene
+from builtin_base.icons import SIDE, collect, on_white
 from builtin_base.muon import Optimizers, rate
-from builtin_base.pictures import SIDE, collect, on_white
 from lora_trainer.core.io import atomic_path
 
 if TYPE_CHECKING:
@@ -96,17 +96,17 @@ def draw_sketch(rng: random.Random, side: int = 128) -> Image.Image:
 
 
 class Images:
-    """Endless training crops of `pictures` [N, SIDE, SIDE, 4] and of drawn images."""
+    """Endless training crops of `icons` [N, SIDE, SIDE, 4] and of drawn images."""
 
-    def __init__(self, pictures: NDArray[np.uint8], seed: int) -> None:
-        self.pictures, self.rng = pictures, random.Random(seed)
+    def __init__(self, icons: NDArray[np.uint8], seed: int) -> None:
+        self.icons, self.rng = icons, random.Random(seed)
         makers = (draw_sketch, draw_sketch, draw_anything, lambda rng: draw(random_scene(rng)))
         self.pool = np.stack([np.asarray(makers[i % len(makers)](self.rng)) for i in range(POOL)])
 
-    def picture(self, side: int) -> Image.Image:
-        """A part of a picture, RGBA [side, side], at a size and place of its own."""
+    def icon(self, side: int) -> Image.Image:
+        """A part of an icon, RGBA [side, side], at a size and place of its own."""
         rng = self.rng
-        image = Image.fromarray(self.pictures[rng.randrange(len(self.pictures))])
+        image = Image.fromarray(self.icons[rng.randrange(len(self.icons))])
         # 0.6 to 1.9 times as large as at 128 pixels, and never smaller than its part.
         width = min(SIDE, max(24.0, side / math.exp(rng.uniform(math.log(0.6), math.log(1.9))) * SIDE / 128))
         x, y = (rng.uniform(0, SIDE - width) for _ in range(2))
@@ -144,7 +144,7 @@ class Images:
         else:
             image = self.background(side)
             for _ in range(1 if rng.random() < 0.7 else 2):
-                part = np.asarray(self.picture(side), dtype=np.float32)
+                part = np.asarray(self.icon(side), dtype=np.float32)
                 alpha = part[..., 3:] / 255.0
                 image = image * (1 - alpha) + part[..., :3] * alpha
         if rng.random() < 0.2:  # paper grain
@@ -197,7 +197,7 @@ def edge_error(error: torch.Tensor) -> torch.Tensor:
 
 def train(work: Path, minutes: float, judged: dict[str, torch.Tensor], seed: int) -> AutoencoderKL:
     """L1 + MSE + edges + KL for `minutes` of training, over all calls; sets `scaling_factor`."""
-    _, pictures = collect(work)
+    _, icons = collect(work)
     torch.manual_seed(seed)
     vae = architecture.make_vae().to(memory_format=torch.channels_last)
     average = architecture.make_vae().requires_grad_(False).eval()
@@ -210,7 +210,7 @@ def train(work: Path, minutes: float, judged: dict[str, torch.Tensor], seed: int
         average.load_state_dict(kept["average"])
         optimizers.load_state_dict(kept["optimizers"])
         spent, step = kept["spent"], kept["step"]
-    images = Images(pictures, seed + step)
+    images = Images(icons, seed + step)
     limit = 60.0 * minutes
     running = None
     while spent < limit:

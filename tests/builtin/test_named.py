@@ -1,4 +1,4 @@
-"""Named pictures of the built-in base: what is kept out of training, the names that are judged, and their judge."""
+"""Named icons of the built-in base: what is kept out of training, the names that are judged, and their judge."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from builtin_base.draw_datasets import SUBJECTS, Canvas
 from builtin_base.draw_mascot import draw_pose
+from builtin_base.icons import UNSEEN, Icon, differing_bits, is_unseen, look, squared
 from builtin_base.named import AMONG, JUDGED, NAMES, NamedScene, filled, nearest, spoken
-from builtin_base.pictures import UNSEEN, Picture, differing_bits, is_unseen, look, squared
-from lora_trainer.evaluation.tracking import wilson
+from lora_trainer.evaluation.verdict import Estimate
 
 
-def picture(number: int) -> Image.Image:
+def icon(number: int) -> Image.Image:
     """A colored figure on transparency, unlike those of other numbers."""
     rng = random.Random(number)
     image = Image.new("RGBA", (200, 200))
@@ -28,12 +28,12 @@ def picture(number: int) -> Image.Image:
 
 
 def test_a_picture_is_known_again_at_another_size() -> None:
-    own = squared(picture(1))
-    smaller = squared(picture(1).resize((150, 150), Image.Resampling.LANCZOS))
+    own = squared(icon(1))
+    smaller = squared(icon(1).resize((150, 150), Image.Resampling.LANCZOS))
     unseen = {"names": ["cat"], "looks": [look(own)]}
-    assert is_unseen(Picture("clip art", "anything", (), True), smaller, unseen)
-    assert not any(is_unseen(Picture("clip art", "cat", (), True), squared(picture(n)), unseen) for n in range(2, 30))
-    assert is_unseen(Picture("emoji", "cat", (), True), squared(picture(2)), unseen)
+    assert is_unseen(Icon("clip art", "anything", (), True), smaller, unseen)
+    assert not any(is_unseen(Icon("clip art", "cat", (), True), squared(icon(n)), unseen) for n in range(2, 30))
+    assert is_unseen(Icon("emoji", "cat", (), True), squared(icon(2)), unseen)
     assert differing_bits("ff00", "0f01") == 5
 
 
@@ -53,8 +53,8 @@ def test_captions_say_the_name_and_the_background() -> None:
     assert all("one-thirty clock" in each and "blue" in each for each in scene.captions())
 
 
-def test_the_judge_of_names_finds_soft_and_moved_pictures_and_nothing_in_noise() -> None:
-    pictures = [squared(picture(number)) for number in range(60)]
+def test_the_judge_of_names_finds_soft_and_moved_icons_and_nothing_in_noise() -> None:
+    icons = [squared(icon(number)) for number in range(60)]
 
     def shown(image: Image.Image, side: int, x: int) -> Image.Image:
         canvas = Image.new("RGB", (128, 128), "white")
@@ -62,8 +62,8 @@ def test_the_judge_of_names_finds_soft_and_moved_pictures_and_nothing_in_noise()
         canvas.paste(small, ((128 - side) // 2 + x, (128 - side) // 2), small)
         return canvas
 
-    references = [shown(image, 115, 0) for image in pictures]
-    moved = [shown(image, 108, 4).filter(ImageFilter.GaussianBlur(2)) for image in pictures]
+    references = [shown(image, 115, 0) for image in icons]
+    moved = [shown(image, 108, 4).filter(ImageFilter.GaussianBlur(2)) for image in icons]
     assert sum(found == number for number, found in enumerate(nearest(moved, references))) >= 57
     rng = np.random.default_rng(0)
     noise = [Image.fromarray(rng.integers(0, 256, (128, 128, 3), dtype=np.uint8)) for _ in range(60)]
@@ -71,15 +71,15 @@ def test_the_judge_of_names_finds_soft_and_moved_pictures_and_nothing_in_noise()
 
 
 def test_an_interval_of_a_rate() -> None:
-    found = wilson(0.3, 100)
+    found = Estimate.of_share(0.3, 100)
     assert (found.low, found.high) == pytest.approx((0.2189, 0.3958), abs=1e-3)
-    assert wilson(0.0, 10).low == pytest.approx(0.0, abs=1e-9)
+    assert Estimate.of_share(0.0, 10).low == pytest.approx(0.0, abs=1e-9)
 
 
-def test_the_examples_are_no_named_pictures() -> None:
+def test_the_examples_are_no_named_icons() -> None:
     """Neither the built-in example nor the subjects of the tests look like what the base is kept from."""
     canvas = Canvas(400, 150)
     SUBJECTS["zobo"](canvas)
     unseen = json.loads(UNSEEN.read_text(encoding="utf-8"))
     for image in (canvas.layer, draw_pose(0)[0]):
-        assert not is_unseen(Picture("clip art", "", (), False), squared(image), unseen)
+        assert not is_unseen(Icon("clip art", "", (), False), squared(image), unseen)

@@ -36,9 +36,11 @@ with listening(), remembering(7):
 """
 
 
-def run(checkout: Path, *numbers: int, program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    checkout: Path, *words: int | str, program: str = PROGRAM, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program, *(str(int(number)) for number in numbers)],
+        [sys.executable, "-c", program, *(word if isinstance(word, str) else str(int(word)) for word in words)],
         capture_output=True,
         text=True,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout), **environment},
@@ -160,21 +162,10 @@ with listening():
 @pytest.mark.parametrize("kind", ["__del__", "weakref", "gc"])
 def test_a_signal_that_comes_in_a_finalizer_stops_the_work(checkout: Path, kind: str) -> None:
     """Python discards what a signal handler raises there, and prints a traceback."""
-
-    def signalled_in(mode: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", SIGNALLED_IN_A_FINALIZER, kind, mode],
-            capture_output=True,
-            text=True,
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(checkout)},
-            timeout=300,
-            check=False,
-        )
-
-    left = signalled_in("leave")
+    left = run(checkout, kind, "leave", program=SIGNALLED_IN_A_FINALIZER)
     assert left.returncode == 143, left.stderr
     assert "Traceback" not in left.stderr
-    aborted = signalled_in("abort")
+    aborted = run(checkout, kind, "abort", program=SIGNALLED_IN_A_FINALIZER)
     assert aborted.stdout == "StepAborted True\n", aborted.stderr
     assert "Traceback" not in aborted.stderr
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lora_trainer.core.disk import Patience, patient
 from lora_trainer.core.errors import SIGNALED, TRAINING_FAILED, Problem, TrainingFailed, UsageError
 from lora_trainer.core.hardware import available_cpus, visible_gpus
-from lora_trainer.core.interrupt import code_of_signal, end_quickly, listening, signal_itself
+from lora_trainer.core.interrupt import code_of_signal, end_quickly, listening, signal_itself, signalled
 from lora_trainer.jobs.job_state import WAIT_MINUTES
 from lora_trainer.jobs.job_store import JobStore, open_batch
 from lora_trainer.jobs.worker import SAFE, work
@@ -51,7 +51,7 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
 
 def _wait_for_others(store: JobStore) -> bool:
     """Wait while other processes train what is left, or until a signal comes; whether a job waits again."""
-    while any(job.status == "running" for job in store.read_jobs()) and not code_of_signal():
+    while any(job.status == "running" for job in store.read_jobs()) and not signalled():
         time.sleep(LOOK_EVERY_SECONDS)
         store.give_back_lost()
         if any(job.status == "waiting" for job in store.read_jobs()):

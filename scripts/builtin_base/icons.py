@@ -1,13 +1,13 @@
-"""Named pictures for the built-in base: emoji and clip art with transparency, installed by name when the base is trained.
+"""Named icons for the built-in base: emoji and clip art with transparency, installed by name when the base is trained.
 
-    python scripts/builtin_base/pictures.py --work base-work
+    python scripts/builtin_base/icons.py --work base-work
 
-Writes `pictures.npy` and `pictures.json` into WORK. Sources, none of whose images enter this repository:
+Writes `icons.npy` and `icons.json` into WORK. Sources, none of whose images enter this repository:
 
 - npm `@lobehub/fluent-emoji-3d`: Microsoft's Fluent Emoji (MIT); names and tags from npm `emojibase-data` (MIT);
 - Debian `openclipart-svg`: Open Clip Art Library (public domain), drawn by `resvg-py`, which is installed from PyPI.
 
-Pictures that the base is judged on (`unseen.json`) are left out, by name and by what they look like.
+Icons that the base is judged on (`unseen.json`) are left out, by name and by what they look like.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from lora_trainer.core.io import read_json, write_json
 
 if TYPE_CHECKING:
@@ -37,8 +35,8 @@ if TYPE_CHECKING:
 UNSEEN = Path(__file__).with_name("unseen.json")
 NPM = ("@lobehub/fluent-emoji-3d@1.1.0", "emojibase-data@17.0.0")
 DEBIAN = "openclipart-svg"
-SIDE = 160  # pixels of a stored picture
-MARGIN = 0.04  # around a picture, as a share of its longer side
+SIDE = 160  # pixels of a stored icon
+MARGIN = 0.04  # around an icon, as a share of its longer side
 LOOKS_THE_SAME = 18  # of 240 bits of `look` that may differ
 SKIN_TONES = re.compile(r"1F3F[B-F]")
 # Flags differ by small details and their names are countries'.
@@ -47,8 +45,8 @@ PLAIN_CLIP_ART = ("signs_and_symbols", "shapes")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture's source, its name as a person writes it, words about it, and whether its name is learned."""
+class Icon:
+    """An icon's source, its name as a person writes it, words about it, and whether its name is learned."""
 
     source: str
     name: str
@@ -63,7 +61,7 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def look(image: Image.Image) -> str:
-    """240 bits: where the picture on white grows brighter from left to right, on a 16 x 16 grid."""
+    """240 bits: where the icon on white grows brighter from left to right, on a 16 x 16 grid."""
     small = np.asarray(on_white(image).convert("L").resize((16, 16), Image.Resampling.BOX), dtype=np.int16)
     return np.packbits(small[:, 1:] > small[:, :-1]).tobytes().hex()
 
@@ -73,11 +71,11 @@ def differing_bits(first: str, second: str) -> int:
 
 
 def squared(image: Image.Image) -> Image.Image:
-    """The picture [SIDE, SIDE] RGBA: its transparent rim cut off, in the middle of a square."""
+    """The icon [SIDE, SIDE] RGBA: its transparent rim cut off, in the middle of a square."""
     image = image.convert("RGBA")
     box = image.getchannel("A").getbbox()
     if box is None:
-        raise ValueError("the picture is empty")
+        raise ValueError("the icon is empty")
     image = image.crop(box)
     inner = round(SIDE * (1 - 2 * MARGIN))
     scale = inner / max(image.size)
@@ -110,7 +108,7 @@ def fetch(work: Path) -> None:
         unpacked.rename(work / DEBIAN)
 
 
-def emoji(work: Path) -> Iterator[tuple[Picture, Image.Image]]:
+def emoji(work: Path) -> Iterator[tuple[Icon, Image.Image]]:
     """Fluent Emoji with emojibase's names; those with a skin tone are unnamed variants."""
     entries = {}
     for entry in json.loads((work / "emojibase-data/package/en/data.json").read_text(encoding="utf-8")):
@@ -123,10 +121,10 @@ def emoji(work: Path) -> Iterator[tuple[Picture, Image.Image]]:
             continue
         named = entry.get("group") not in LEFT_OUT_GROUPS and not SKIN_TONES.search(code)
         with Image.open(file) as image:
-            yield Picture("emoji", entry["label"], tuple(entry.get("tags", ())), named), image.convert("RGBA")
+            yield Icon("emoji", entry["label"], tuple(entry.get("tags", ())), named), image.convert("RGBA")
 
 
-def clip_art(work: Path) -> Iterator[tuple[Picture, Image.Image]]:
+def clip_art(work: Path) -> Iterator[tuple[Icon, Image.Image]]:
     """Open Clip Art's drawings; those that cannot be drawn or are larger than 2 MB are left out."""
     import resvg_py
 
@@ -145,46 +143,46 @@ def clip_art(work: Path) -> Iterator[tuple[Picture, Image.Image]]:
         plain = bool(set(file.parts) & set(PLAIN_CLIP_ART))
         named = bool(re.fullmatch(r"[a-z][a-z '-]{2,30}", name)) and not plain
         with Image.open(io.BytesIO(bytes(drawn))) as image:
-            yield Picture("clip art", name, tuple(tag.strip().lower() for tag in tags), named), image.convert("RGBA")
+            yield Icon("clip art", name, tuple(tag.strip().lower() for tag in tags), named), image.convert("RGBA")
 
 
-def is_unseen(picture: Picture, image: Image.Image, unseen: dict[str, list[str]]) -> bool:
-    if picture.source == "emoji" and picture.name in unseen["names"]:
+def is_unseen(icon: Icon, image: Image.Image, unseen: dict[str, list[str]]) -> bool:
+    if icon.source == "emoji" and icon.name in unseen["names"]:
         return True
     own = look(image)
     return any(differing_bits(own, each) <= LOOKS_THE_SAME for each in unseen["looks"])
 
 
-def collect(work: Path) -> tuple[list[Picture], NDArray[np.uint8]]:
-    """All pictures and their pixels [N, SIDE, SIDE, 4]; read again if they were collected before."""
-    listing, pixels = work / "pictures.json", work / "pictures.npy"
+def collect(work: Path) -> tuple[list[Icon], NDArray[np.uint8]]:
+    """All icons and their pixels [N, SIDE, SIDE, 4]; read again if they were collected before."""
+    listing, pixels = work / "icons.json", work / "icons.npy"
     if not listing.is_file():
         work.mkdir(parents=True, exist_ok=True)
         fetch(work)
         unseen = read_json(UNSEEN)
-        pictures, images, left_out = [], [], 0
+        icons, images, left_out = [], [], 0
         for source in (emoji(work), clip_art(work)):
-            for picture, image in source:
+            for icon, image in source:
                 try:
                     square = squared(image)
                 except ValueError:
                     continue
-                if is_unseen(picture, square, unseen):
+                if is_unseen(icon, square, unseen):
                     left_out += 1
                     continue
-                pictures.append(picture)
+                icons.append(icon)
                 images.append(np.asarray(square))
         np.save(pixels, np.stack(images))
-        write_json(listing, [asdict(picture) for picture in pictures])
-        print(f"{len(pictures)} pictures, {sum(p.named for p in pictures)} named; {left_out} unseen ones left out")
+        write_json(listing, [asdict(icon) for icon in icons])
+        print(f"{len(icons)} icons, {sum(p.named for p in icons)} named; {left_out} unseen ones left out")
     rows = read_json(listing)
-    return [Picture(**{**row, "tags": tuple(row["tags"])}) for row in rows], np.load(
+    return [Icon(**{**row, "tags": tuple(row["tags"])}) for row in rows], np.load(
         pixels, mmap_mode="r", allow_pickle=False
     )
 
 
 def write_unseen(folder: Path) -> None:
-    """Note the names and looks of the pictures in `folder`, on which the base will be judged."""
+    """Note the names and looks of the icons in `folder`, on which the base will be judged."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".webp", ".png", ".jpg"))
     names = sorted(path.stem.replace("_", " ") for path in files if path.parent.name == "icons")
     looks = []
@@ -201,8 +199,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.unseen:
         write_unseen(args.unseen)
-    pictures, _ = collect(args.work)
-    print(f"{len(pictures)} pictures", file=sys.stderr)
+    icons, _ = collect(args.work)
+    print(f"{len(icons)} icons", file=sys.stderr)
 
 
 if __name__ == "__main__":
