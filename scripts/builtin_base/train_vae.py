@@ -41,9 +41,6 @@ EDGE_WEIGHT = 0.5  # of the error of differences between neighbouring pixels
 POOL = 4000  # drawn images, made once
 EMA_DECAY = 0.999
 JUDGED_SIDE = 128
-# Standard deviation of scaled latents. Many channels say the same of a place: at unit spread SD1.5's schedule would leave
-# them recognizable at its last step, and sampling starts from pure noise.
-LATENT_SPREAD = 0.5
 
 
 def color(rng: random.Random) -> tuple[int, int, int]:
@@ -195,6 +192,19 @@ def edge_error(error: torch.Tensor) -> torch.Tensor:
     return (error[..., 1:, :] - error[..., :-1, :]).abs().mean() + (error[..., 1:] - error[..., :-1]).abs().mean()
 
 
+@torch.no_grad()
+def center_latents(vae: AutoencoderKL, latents: torch.Tensor) -> None:
+    """Give the latents [N, C, h, w] a mean of 0 in each channel and a spread of 1, without a change to any decoded image.
+
+    The mean, which SD1.5 has no setting for, goes into the 1 x 1 convolutions on both sides of the latents. Without it most of
+    the spread would be the background's color, and details would be under the noise at most timesteps.
+    """
+    mean = latents.mean((0, 2, 3))
+    vae.quant_conv.bias[: len(mean)] -= mean
+    vae.post_quant_conv.bias += vae.post_quant_conv.weight[:, :, 0, 0] @ mean
+    vae.register_to_config(scaling_factor=round(1.0 / float((latents - mean[:, None, None]).std()), 5))
+
+
 def train(work: Path, minutes: float, judged: dict[str, torch.Tensor], seed: int) -> AutoencoderKL:
     """L1 + MSE + edges + KL for `minutes` of training, over all calls; sets `scaling_factor`."""
     _, icons = collect(work)
@@ -243,7 +253,7 @@ def train(work: Path, minutes: float, judged: dict[str, torch.Tensor], seed: int
                 torch.save({**kept, "spent": spent, "step": step}, temporary)
     with torch.no_grad():
         latents = torch.cat([average.encode(images.batch(16, 128)).latent_dist.sample() for _ in range(8)])
-    average.register_to_config(scaling_factor=round(LATENT_SPREAD / float(latents.std()), 5))
+    center_latents(average, latents)
     average.save_pretrained(work / "vae")
     return average
 
