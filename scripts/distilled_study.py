@@ -41,7 +41,7 @@ from lora_trainer.cli.main import main as lora_trainer
 if TYPE_CHECKING:
     from PIL import Image
 
-SUBJECT, DATA = "zobo", BASE_FOLDER.parent / "zobo"
+SUBJECT, DATA = "zobo", Path(__file__).resolve().parents[1] / "tests" / "data_sets" / "zobo"
 STEPS_AND_GUIDANCE, OF_THE_BASE = (4, 0.0), (20, 3.0)
 UNRELATED, RELATED = 48, 24  # prompts
 SCENES, KNOWN = 200, 48  # images that the training adapter is made of, and of the dataset with nothing new

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "lora_trainer" / "builtin" / "base"
-DATA = {"zobo": ROOT / "lora_trainer" / "builtin" / "zobo", "fungo": ROOT / "tests" / "data_sets" / "fungo"}
+DATA = {"pomo": ROOT / "lora_trainer" / "builtin" / "pomo", "fungo": ROOT / "tests" / "data_sets" / "fungo"}
 SEEDS = (42, 7, 1234)
 IMAGES = 16
 STEPS_AND_GUIDANCE = (20, 3.0)

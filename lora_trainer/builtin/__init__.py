@@ -1,9 +1,8 @@
 """What travels inside the package, so that everything runs without a download.
 
-`BASE_FOLDER`: a miniature Stable Diffusion 1.5 in diffusers' layout, trained by
-`scripts/builtin_base/train.py` of commit 3dbbf4a6. `DATA_FOLDER`: 24 images with captions of a subject
-that it cannot draw, made by `scripts/builtin_base/draw_datasets.py`. Both were drawn
-by programs of this project and stand under its licence, Apache-2.0.
+`BASE_FOLDER`: a miniature Stable Diffusion 1.5 in diffusers' layout, trained by `scripts/builtin_base/train_vae.py` and
+`train.py`; its README says on what. `DATA_FOLDER`: 24 images with captions of a mascot that it cannot draw, made by
+`scripts/builtin_base/draw_mascot.py`. Both stand under this project's license, Apache-2.0.
 """
 
 from __future__ import annotations
@@ -11,7 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 BASE_FOLDER = Path(__file__).parent / "base"
-DATA_FOLDER = Path(__file__).parent / "zobo"
+DATA_FOLDER = Path(__file__).parent / "pomo"
+# What the demo draws without the LoRA and with it: a caption, three scenes that no caption names, and something else.
+DEMO_PROMPTS = (
+    "pomo smiles, a sign with a heart in its hand, green background",
+    "pomo waves with both hands, red background",
+    "a picture of pomo on an orange background, it looks surprised",
+    "an icon of pomo, black background",
+    "a yellow star on a purple background",
+)
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 # Of what the base model was trained on: every color and shape, no background in the color of its shape.

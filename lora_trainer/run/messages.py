@@ -224,7 +224,7 @@ def announce(config: Config, console: Console) -> None:
 def show_report(config: Config, inputs: Inputs, console: Console) -> None:
     """The dataset's score and its findings, worst first."""
     report = inputs.report
-    name = counted(len(report.samples), "sample") if config.data.sources else 'built-in robot "zobo"'
+    name = counted(len(report.samples), "sample") if config.data.sources else 'built-in mascot "pomo"'
     console.print(f"dataset: {name}, score {report.score:.2f} (minimum {report.gate:.2f})")
     # Errors end the run, which prints each kind of them once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]

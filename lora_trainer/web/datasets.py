@@ -191,7 +191,7 @@ def list_datasets(state: State) -> Response:
             "folder": str(state.datasets),
             "datasets": own,
             "used": used,
-            "builtin": {"name": "zobo", "path": str(DATA_FOLDER), **counted_images(DATA_FOLDER)},
+            "builtin": {"name": "pomo", "path": str(DATA_FOLDER), **counted_images(DATA_FOLDER)},
             "families": [{"name": BUILTIN, "resolution": None}, *families],
             "family": USUAL_FAMILY,
         }

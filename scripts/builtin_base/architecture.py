@@ -1,4 +1,4 @@
-"""The next built-in base: Stable Diffusion 1.5's architecture in miniature.
+"""The built-in base: Stable Diffusion 1.5's architecture in miniature.
 
 Same classes, layout and noise schedule as SD1.5; 128-pixel images, 16 x 16 latents. Of these it has more channels than
 SD1.5: with 4 of them outlines and eyes are lost at this size.

@@ -1,9 +1,8 @@
-"""Draw the two data sets of subjects that the built-in base has never seen.
+"""Draw the datasets of subjects that tests and studies train: the built-in base has never seen them.
 
     python scripts/builtin_base/draw_datasets.py
 
-`zobo`, a small robot, is the built-in example; `fungo`, a spotted mushroom with a face,
-is kept for tests; `pingo`, a penguin, is for the study of the verdict. Each has 24 images of four aspect ratios with their captions.
+`zobo`, a small robot, and `fungo`, a spotted mushroom with a face, are kept for tests; `pingo`, a penguin, is for the study of the verdict. Each has 24 images of four aspect ratios with their captions.
 The subjects keep their own colors; place, size, tilt and background differ.
 """
 
@@ -177,7 +176,7 @@ def draw_data_set(name: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zobo", type=Path, default=ROOT / "lora_trainer" / "builtin" / "zobo")
+    parser.add_argument("--zobo", type=Path, default=ROOT / "tests" / "data_sets" / "zobo")
     parser.add_argument("--fungo", type=Path, default=ROOT / "tests" / "data_sets" / "fungo")
     args = parser.parse_args()
     draw_data_set("zobo", args.zobo)

@@ -16,7 +16,8 @@ from builtin_base.draw_mascot import MARK, POSES, draw_pose
 from builtin_base.judge import judge
 from lora_trainer.builtin import DATA_FOLDER
 
-SUBJECTS = {"zobo": DATA_FOLDER, "fungo": Path(__file__).resolve().parents[1] / "data_sets" / "fungo"}
+OTHERS = Path(__file__).resolve().parents[1] / "data_sets"
+SUBJECTS = {"pomo": DATA_FOLDER, "zobo": OTHERS / "zobo", "fungo": OTHERS / "fungo"}
 ALL = pytest.mark.parametrize(("name", "folder"), SUBJECTS.items(), ids=SUBJECTS)
 
 
@@ -44,10 +45,12 @@ def test_the_subject_is_no_shape_of_the_base_model(name: str, folder: Path) -> N
     assert seen.count("none") >= 20
 
 
-def test_script_draws_these_captions() -> None:
+def test_the_scripts_draw_these_captions() -> None:
     for number in (0, 7):
-        caption = (DATA_FOLDER / f"zobo_{number + 1:02d}.txt").read_text(encoding="utf-8").strip()
+        caption = (OTHERS / "zobo" / f"zobo_{number + 1:02d}.txt").read_text(encoding="utf-8").strip()
         assert draw_subject("zobo", number)[1] == caption
+        caption = (DATA_FOLDER / f"pomo_{number + 1:02d}.txt").read_text(encoding="utf-8").strip()
+        assert draw_pose(number)[1] == caption
 
 
 def test_the_mascot_is_written_with_captions_that_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,16 @@ from builtin_base.architecture import LATENT_CHANNELS
 from builtin_base.judge import sample
 from builtin_base.shapes import SHAPES, T5_TOKENS, TOKENS, encode, flow_prediction
 from builtin_base.train import main as train
-from lora_trainer.builtin import DATA_FOLDER
+from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.cli.main import main
 
-NEXT = Path(__file__).resolve().parents[2] / "scripts" / "builtin_base" / "next_base"
 FAMILIES = {"sd15": "sd15", "sdxl": "sdxl", "flow": "sd3"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_base_is_made_resumed_and_trained_on(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = [str(tmp_path / "base"), "--work", str(tmp_path / "work"), "--vae", str(NEXT / "vae")]
+    places = [str(tmp_path / "base"), "--work", str(tmp_path / "work"), "--vae", str(BASE_FOLDER / "vae")]
     for steps in ("1", "2", "2"):
         train([shape, *places, "--images", "6", "--views", "0", "--batch", "2", "--steps", steps])
     assert "base: 2 steps" in capsys.readouterr().out
@@ -35,18 +34,18 @@ def test_a_base_is_made_resumed_and_trained_on(shape: str, tmp_path: Path, capsy
     assert json.loads((tmp_path / "lora" / "run.json").read_text())["model"]["family"] == FAMILIES[shape]
 
 
-def test_training_continues_from_the_next_base(tmp_path: Path) -> None:
+def test_training_continues_from_a_base(tmp_path: Path) -> None:
     """After no step of its own it is the base that it started from."""
     quick = ["--images", "6", "--views", "0", "--batch", "2", "--minutes", "0"]
-    train(["sd15", str(tmp_path / "base"), "--work", str(tmp_path / "work"), "--start", str(NEXT), *quick])
+    train(["sd15", str(tmp_path / "base"), "--work", str(tmp_path / "work"), "--start", str(BASE_FOLDER), *quick])
     for part in ("unet", "text_encoder", "vae"):
-        (ours,), (theirs,) = ((place / part).glob("*.safetensors") for place in (tmp_path / "base", NEXT))
+        (ours,), (theirs,) = ((place / part).glob("*.safetensors") for place in (tmp_path / "base", BASE_FOLDER))
         assert ours.read_bytes() == theirs.read_bytes(), part
 
 
 def test_one_zero_that_counts_many_times_is_as_many_zeros() -> None:
     torch.manual_seed(0)
-    tokenizer = CLIPTokenizer.from_pretrained(NEXT / "tokenizer", model_max_length=TOKENS, local_files_only=True)
+    tokenizer = CLIPTokenizer.from_pretrained(BASE_FOLDER / "tokenizer", model_max_length=TOKENS, local_files_only=True)
     parts = SHAPES["flow"].make(tokenizer).double().eval()
     for parameter in parts.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

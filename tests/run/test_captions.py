@@ -74,7 +74,7 @@ def test_the_description_of_captions(config: Config, inputs: Inputs) -> None:
     assert f"    … and {len(texts) - 2} more" in lines
     varied = [sample for sample in inputs.train if len(sample.texts) > 1]
     count = len({text for sample in varied for text in sample.texts})
-    size = count * 4 * 77 * 64 / 1e6  # the text encoder of the built-in model is 64 wide
+    size = count * 4 * 77 * 128 / 1e6  # the text encoder of the built-in model is 128 wide
     assert f"texts for each of {len(varied)} captions: {count} texts, {size:.1f} MB" in lines
     assert "captions.variants=4 is fewer than the 5 choices of own/image_0.png" in lines
 

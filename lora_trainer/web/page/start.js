@@ -57,7 +57,7 @@ function FirstStep() {
   const start = () => action.act(trainExample);
   return html`<section class="card first">
     <h2>Nothing was trained yet</h2>
-    <p>See a whole run first. The built-in example trains a small model on 24 images of a robot, in minutes, without a GPU and without a download.
+    <p>See a whole run first. The built-in example trains a small model on 24 images of a mascot, in minutes, without a GPU and without a download.
       You watch the dataset's check, the loss and the samples, and read at the end whether the LoRA may be used.</p>
     <div class="row"><${Button} kind="main" busy=${action.busy} onClick=${start}>${action.busy ? "Starting …" : "Train the built-in example"}<//>
       <a class="button" href="#/new">New run with my images</a></div>
