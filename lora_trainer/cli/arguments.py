@@ -319,7 +319,6 @@ def resolved_from(
     arguments: argparse.Namespace,
     unknown: Sequence[Problem] = (),
     *,
-    presets_if_none: Sequence[str] = (),
     builtin_if_none: bool = True,
     extra: Sequence[Layer] = (),
     lora: Path | None = None,
@@ -332,7 +331,7 @@ def resolved_from(
     Raises UsageError with all problems, `unknown` first.
     """
     problems = list(unknown)
-    presets, user = layers_from(arguments, problems, presets_if_none=presets_if_none)
+    presets, user = layers_from(arguments, problems)
     below = [] if lora is None else model_of_run(lora, user)
     return settled(presets, [*below, *user, *extra], problems, builtin_if_none=builtin_if_none)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lora_trainer.builtin import DEMO_PROMPTS
 from lora_trainer.cli.arguments import (
     EXAMPLES,
     Parser,
@@ -23,8 +24,10 @@ from lora_trainer.cli.arguments import (
     add_run_arguments,
     add_settings_arguments,
     explained,
+    layers_from,
     resolved_from,
     say,
+    settled,
     unknown_arguments,
 )
 from lora_trainer.cli.average import EXAMPLES as AVERAGE_EXAMPLES
@@ -207,7 +210,10 @@ def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         output = Path(vars(arguments)["run.output"] or "runs")
         numbered = ["demo", *(f"demo-{number}" for number in range(2, 10_000))]
         vars(arguments)["run.name"] = next(name for name in numbered if not (output / name).exists())
-    return _run(arguments, resolved_from(arguments, unknown, presets_if_none=["12gb"]), enforce_gates=True)
+    problems = list(unknown)
+    presets, user = layers_from(arguments, problems, presets_if_none=["12gb"])
+    prompts = Layer("demo", {"sample": {"prompts": DEMO_PROMPTS}})
+    return _run(arguments, settled(presets, [prompts, *user], problems), enforce_gates=True)
 
 
 def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bool) -> int:

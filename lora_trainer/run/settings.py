@@ -55,8 +55,12 @@ def settle(
     family, is_builtin, pinned = _family_of(user, found, say, builtin_if_none=builtin_if_none, refused=bool(wrong))
     found += refuse_other_family(presets, family) if family != EMPTY else []
     families = family_layers(family, builtin=is_builtin)
-    # The built-in miniature learns next to nothing at a training preset's learning rate.
-    needed = [replace(families[-1], values={"optimizer": families[-1].values["optimizer"]})] if is_builtin else []
+    needed = []
+    if is_builtin:
+        # Learning rate and batch of models a hundred times the size teach the miniature next to nothing.
+        own = families[-1].values
+        kept = {"optimizer": own["optimizer"], "train": {"effective_batch_size": own["train"]["effective_batch_size"]}}
+        needed = [replace(families[-1], values=kept)]
     resolved = resolve([*families, *presets, *needed, *accelerate, *user, *pinned], found)
     return replace(resolved, notes=(*notes, *resolved.notes))
 

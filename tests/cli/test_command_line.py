@@ -286,6 +286,12 @@ def test_the_builtin_model_has_its_own_settings(capsys: pytest.CaptureFixture[st
         "a goal's is for models a hundred times the size"
     )
     assert row(out, "optimizer.name")[2] == "preset balanced"
+    _, out, _ = run(capsys, "train", "--preset", "12gb", "--explain")
+    assert row(out, "train.effective_batch_size")[1:3] == ["8", "family preset builtin"]
+    _, out, _ = run(capsys, "demo", "--explain")
+    assert row(out, "sample.prompts")[2] == "demo"
+    _, out, _ = run(capsys, "demo", "--set", 'sample.prompts=["pomo"]', "--explain")
+    assert row(out, "sample.prompts")[2] == "--set"
     _, out, _ = run(capsys, "train", "--preset", "balanced", "--set", "optimizer.learning_rate=1e-3", "--explain")
     assert row(out, "optimizer.learning_rate")[2] == "--set"
 
