@@ -59,7 +59,7 @@ COMMON = (
     "validation.every_n_steps=200",
     "hardware.threads=1",
 )
-PARTS = ("learned", "faithful", "follows_captions", "does_not_copy", "keeps_base", "diverse")
+PARTS = ("shows", "whole", "follows_captions", "is_new", "varied", "stays_away", "keeps_base")
 LADDER = ("unchanged", "steps_3", "steps_10", "steps_30", "steps_100", "default_20")
 
 

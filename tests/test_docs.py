@@ -269,7 +269,7 @@ def test_the_gates_of_the_verdict_equal_the_code() -> None:
     assert {name: tuple(map(float, numbers)) for name, *numbers in rows} == {
         name: astuple(scale) for name, scale in SCALES.items()
     }
-    efforts = re.findall(r"^\| `(full|lite)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", text, flags=re.MULTILINE)
+    efforts = re.findall(r"^\| `(full|lite)`" + 5 * r" \| (\d+)" + r" \|", text, flags=re.MULTILINE)
     assert {name: tuple(map(int, numbers)) for name, *numbers in efforts} == {
         name: astuple(effort) for name, effort in LORA_CHECKS.items()
     }

@@ -10,10 +10,10 @@ import argparse
 import errno
 import io
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import DEMO_PROMPTS
 from lora_trainer.cli.arguments import (
@@ -75,6 +75,9 @@ from lora_trainer.core.interrupt import Stopped, code_of_signal, listening
 from lora_trainer.core.quiet import quieten_libraries
 from lora_trainer.core.terminal import lost_output, outlive_readers
 from lora_trainer.core.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 OUTPUT_LOST = 1  # of a command whose result is what it prints
 # What Windows calls a pipe whose reader is gone.
@@ -212,8 +215,9 @@ def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         vars(arguments)["run.name"] = next(name for name in numbered if not (output / name).exists())
     problems = list(unknown)
     presets, user = layers_from(arguments, problems, presets_if_none=["12gb"])
-    prompts = Layer("demo", {"sample": {"prompts": DEMO_PROMPTS}})
-    return _run(arguments, settled(presets, [prompts, *user], problems), enforce_gates=True)
+    # A miniature draws roughly: that some of its images have faults is said, and no reason to fail.
+    own = Layer("demo", {"sample": {"prompts": DEMO_PROMPTS}, "gates": {"unresolved": "accept"}})
+    return _run(arguments, settled(presets, [own, *user], problems), enforce_gates=True)
 
 
 def _run(arguments: argparse.Namespace, resolved: Resolved, *, enforce_gates: bool) -> int:
@@ -271,13 +275,21 @@ def _cache(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "lora", metavar="LORA", help="the LoRA file, in kohya's or diffusers' format, or a run's folder"
+        "lora", metavar="LORA", nargs="?", help="the LoRA file, in kohya's or diffusers' format, or a run's folder"
     )
     parser.add_argument(
         "--model",
         dest="model.path",
         metavar="MODEL",
         help="the base model, as for train (default: that of the run beside the file, else the built-in one)",
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="DIR",
+        help="in place of LORA, images that another program drew with it, each NAME.png with its prompt in NAME.txt",
+    )
+    parser.add_argument(
+        "--unrelated", metavar="DIR", help="with --samples, images of prompts that are not about the dataset"
     )
     parser.add_argument(
         "--data",
@@ -298,12 +310,33 @@ def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
 def _validate(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     from lora_trainer.run.reading import lora_of
 
+    if arguments.samples is not None:
+        return _validate_samples(arguments, unknown)
+    if arguments.unrelated is not None:
+        raise UsageError(Problem("arguments_conflict", "--unrelated needs --samples.", "Name both, or neither."))
+    if arguments.lora is None:
+        fix = "lora-trainer validate FILE, or --samples DIR --data DATA for images of another program."
+        raise UsageError(Problem("argument_missing", "No LoRA file is named.", fix))
     lora = lora_of(Path(arguments.lora))
     extra = [Layer("--compare", {"gates": {"compare": arguments.compare}})] if arguments.compare else []
     resolved = resolved_from(arguments, unknown, lora=lora, extra=extra)
     from lora_trainer.cli.validate import validate_command
 
     return validate_command(lora, arguments.validation, arguments.json, resolved.config)
+
+
+def _validate_samples(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
+    if arguments.lora is not None or arguments.compare is not None or arguments.validation is None:
+        message = "--samples takes the place of LORA, needs --data, and does not go with --compare."
+        fix = "lora-trainer validate --samples DIR --data DATA --model MODEL"
+        raise UsageError(Problem("arguments_conflict", message, fix))
+    resolved = resolved_from(arguments, unknown)
+    from lora_trainer.cli.validate import say, show
+    from lora_trainer.run.judge_folder import judge_images
+
+    samples, data = Path(arguments.samples), Path(arguments.validation)
+    unrelated = None if arguments.unrelated is None else Path(arguments.unrelated)
+    return show(samples, judge_images(samples, data, unrelated, resolved.config, say), as_json=arguments.json)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -358,7 +391,7 @@ COMMANDS = {
         "train the built-in example, in minutes, without a GPU",
         _add_train_arguments,
         _demo,
-        "example:\n  lora-trainer demo\n\nIt uses the preset 12gb, and fails if the LoRA is refused or not decided.\n",
+        "example:\n  lora-trainer demo\n\nIt uses the preset 12gb, and fails if the LoRA is refused.\n",
     ),
     "check": Command(
         "score a dataset and list the problems of its files",

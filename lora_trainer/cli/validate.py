@@ -11,8 +11,9 @@ from rich.text import Text
 
 from lora_trainer.core.errors import DONE, LORA_REFUSED
 from lora_trainer.core.findings import printable_lines
+from lora_trainer.evaluation.lora_report import NO_ENCODER
 from lora_trainer.evaluation.part_words import WORDS, own_value
-from lora_trainer.evaluation.verdict import SCALES, VerdictPart
+from lora_trainer.evaluation.verdict import SCALES
 from lora_trainer.monitor.console import Console
 from lora_trainer.run.score_lora import score_lora
 
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, config: Config) -> int:
     """Score a LoRA file and print the report. Returns 0 if it passes `gates.lora`, else 4. Raises UserError."""
     path = Path(lora)
-    report = score_lora(path, None if data is None else Path(data), config, _say)
+    report = score_lora(path, None if data is None else Path(data), config, say)
+    return show(path, report, as_json=as_json)
+
+
+def show(path: Path, report: LoraReport, *, as_json: bool) -> int:
+    """Print a report. Returns the exit code of its outcome."""
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -36,12 +42,15 @@ def validate_command(lora: str | Path, data: str | Path | None, as_json: bool, c
 def print_report(path: Path, report: LoraReport) -> None:
     """Print the report as text on stdout."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    score = "not measured" if report.score is None else f"{report.score:.2f}"
-    console.print(Text(f"{path.name}: {report.outcome}, score {score} (minimum {report.gate:.2f})", style="bold"))
+    console.print(Text(f"{path.name}: {report.outcome or 'not measured'}", style="bold"))
     for name, part in report.parts.items():
-        for line in part_lines(name, part, report.gate):
-            console.print(line)
-    for line in (f"images compared by the features of: {report.encoder}", *_numbers(report.numbers)):
+        about = f"not measured: {part.reason}"
+        if part.measure is not None:
+            rate = own_value(name, part.measure, SCALES[name].at(report.gate)) if WORDS[name].unit else ""
+            about = f"{part.outcome(report.gate):<11}  {rate}".rstrip()
+        console.print(f"  {WORDS[name].title:<17} {about}")
+    compared = [] if report.encoder == NO_ENCODER else [f"images also compared by {report.encoder}"]
+    for line in (*compared, *_numbers(report.numbers)):
         console.print(f"  {line}")
     if report.choice is not None:
         print_choice(report.choice, console)
@@ -65,16 +74,6 @@ def print_choice(choice: LoraChoice, console: Console) -> None:
         console.print(f"  images of them: {choice.sheet}")
 
 
-def part_lines(name: str, part: VerdictPart, minimum: float) -> list[str]:
-    """A part's title, score with its interval, and outcome; below it its own value beside its gate, or the reason."""
-    title = f"  {WORDS[name].title:<17} "
-    if part.measure is None:
-        return [f"{title}{'not measured':>33}", f"    {part.reason}"]
-    value, low, high = part.scores
-    line = f"{title}{value:.2f} ({low:.2f} to {high:.2f})  {part.outcome(minimum)}"
-    return [line, f"    {own_value(name, part.measure, SCALES[name].at(minimum))}"] if WORDS[name].unit else [line]
-
-
 def _numbers(numbers: Any) -> list[str]:
     lines = []
     if learned := numbers.get("learning"):
@@ -91,5 +90,5 @@ def _numbers(numbers: Any) -> list[str]:
     return lines
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(printable_lines(line), file=sys.stderr)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lora_trainer.evaluation.part_words import WORDS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 
 
@@ -50,7 +51,7 @@ def what_to_use(choice: LoraChoice) -> str:
 
 
 def gain_of(found: CandidateScore, usual: CandidateScore) -> str:
-    """`it scores 0.90 in place of 0.36 (+0.54, 95 % interval …; faithful: 0.36 to 0.92)`."""
+    """`it scores 0.90 in place of 0.36 (+0.54, 95 % interval …; shows it: 0.36 to 0.92)`."""
     why = f"{WORDS[usual.least].title.lower()}: {usual.parts[usual.least].scores[0]:.2f} to {found.parts[usual.least].scores[0]:.2f}"
     gain = f"{found.gain.value:+.2f}, 95 % interval {found.gain.low:+.2f} to {found.gain.high:+.2f}"
     return f"it scores {found.score.value:.2f} in place of {usual.score.value:.2f} ({gain}; {why})"

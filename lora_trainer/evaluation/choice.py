@@ -1,8 +1,8 @@
 """Which strength of a LoRA, and which step's weights, are worth using: candidates compared by the verdict's own measures.
 
 **The criterion is the verdict's score**, the least of the parts: the part that fails first decides, and the parts' common scale says
-what it is worth. It has two ends, and both are named. At weak strengths and early steps the least part is usually *faithful*: the
-samples are still the base's. At strong ones and late steps it is *keeps the base*, *does not copy* or *diverse*.
+what it is worth. It has two ends, and both are named. At weak strengths and early steps samples do not *show* the subject. At strong
+ones and late steps they copy, or prompts about other things show it too.
 
 **All candidates have the same prompts and seeds**, so their differences are much less uncertain than their scores. Prompts, real images
 and validation images are resampled together for all candidates and all parts, and in each draw the score is the least part of that
@@ -26,7 +26,6 @@ import contextlib
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,27 +36,28 @@ from lora_trainer.core.errors import UsageError, first_line
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.evaluation.advice import advice_on
-from lora_trainer.evaluation.likeness import DRAWS, Features, Values
+from lora_trainer.evaluation.likeness import DRAWS, Values
 from lora_trainer.evaluation.lora_check import (
-    FEWEST_REAL,
     LORA_CHECKS,
     LoraGate,
     OpenLora,
-    kept_part,
+    not_comparable,
     open_lora,
-    paired_losses,
     places_of,
     plain_caption,
-    sample_parts,
+    tested_judge,
 )
 from lora_trainer.evaluation.lora_choice import WORTH, Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.validation_loss import gain_of
+from lora_trainer.evaluation.sample_rates import DrawnSample, Unrelated, counted_parts
 from lora_trainer.evaluation.verdict import SCALES, Cost, Estimate, VerdictPart, score_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lora_trainer.evaluation.compute import Compute
-    from lora_trainer.evaluation.evidence import Effort, RealImages, Sides
+    from lora_trainer.evaluation.evidence import Effort, RealImages
+    from lora_trainer.evaluation.judge import Judge, Tested
     from lora_trainer.models.family import Family
 
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
@@ -72,14 +72,10 @@ def compared_effort() -> Effort:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured of a candidate so far; `learned` is the gain on images that were not trained on."""
+    """The samples of a candidate so far: of the dataset's captions, and of unrelated prompts."""
 
-    sides: Sides
-    unrelated: Sides
-    learned: Estimate | None
-
-    def with_more(self, more: Evidence) -> Evidence:
-        return replace(self, sides=self.sides.with_more(more.sides), unrelated=self.unrelated.with_more(more.unrelated))
+    subject: tuple[DrawnSample, ...]
+    unrelated: tuple[Unrelated, ...]
 
 
 def compare_candidates(
@@ -92,10 +88,10 @@ def compare_candidates(
 ) -> LoraChoice | None:
     """Measure LoRAs until it is decided whether another than the first, the usual one, is worth choosing.
 
-    Progress is counted in candidates. None where there is nothing to compare: fewer than `FEWEST_REAL` images or two LoRAs, or a
+    Progress is counted in candidates. None where there is nothing to compare: images that samples cannot be compared with, fewer than two LoRAs, or a
     usual one that does not work or of which nothing can be measured. Files that do not work, or cannot be read, are left out and named to `compute.say`.
     """
-    if len(candidates) < 2 or len(images.every) < FEWEST_REAL:
+    if len(candidates) < 2 or not_comparable(images):
         return None
     began, effort = time.monotonic(), compared_effort()
     with contextlib.ExitStack() as held:
@@ -113,7 +109,8 @@ def compare_candidates(
             for done, candidate in enumerate(contest.in_order(left), 1):
                 more = contest.measure(candidate, candidates, range(start, start + effort.round))
                 if more is not None:
-                    found[candidate] = found[candidate].with_more(more) if start else more
+                    known = found.get(candidate, Evidence((), ()))
+                    found[candidate] = Evidence((*known.subject, *more.subject), (*known.unrelated, *more.unrelated))
                 compute.progress(done, len(left))
             left = [each for each in left if each in found]
             if left[:1] != [candidates[0]] or len(found) < 2:
@@ -143,7 +140,7 @@ class Contest:
         self.passes = 0
         self.file: Path | None = None
         self.opened: OpenLora | None = None
-        self.real: Features = {}
+        self.judge: tuple[Judge, Tested] | None = None
 
     def close(self) -> None:
         """Free the LoRA and its base model."""
@@ -156,19 +153,22 @@ class Contest:
         return sorted(candidates, key=lambda each: (each.file != self.file, files.index(each.file)))
 
     def measure(self, candidate: Candidate, candidates: Sequence[Candidate], seeds: range) -> Evidence | None:
-        """A round of samples with a candidate; None for a file that does not work on the base model."""
+        """A round of samples with a candidate; None for a file that does not work on the base model, and where the images are not
+        finite on it."""
         opened = self.open(candidate.file, [each.strength for each in candidates if each.file == candidate.file])
         if opened is None:
             return None
         images = self.images
         with opened.at(candidate.strength) as studio:
-            self.real = self.real or studio.describe_real(images.every)
             prompted = studio.original.samples
-            sides = studio.compare(places_of(seeds, len(images.every), len(prompted)), seeds, prompted)
-            learned = None
-            if images.unseen and seeds.start == 0:
-                learned = gain_of(*paired_losses(studio, images))
-            return Evidence(sides, studio.compare_unrelated(seeds.start // len(seeds)), learned)
+            texts = [plain_caption(each.caption) for each in prompted]
+            self.judge = self.judge or tested_judge(studio, images, texts)
+            if self.judge is None:
+                return None
+            places = places_of(seeds, len(images.every), len(prompted))
+            subject = studio.sample_subject(places, seeds, texts)
+            unrelated = studio.sample_unrelated(seeds.start // len(seeds), compared_effort().seeds)
+            return Evidence(tuple(subject), tuple(unrelated))
 
     def open(self, file: Path, strengths: Sequence[float]) -> OpenLora | None:
         """The LoRA of a file, which is kept open until another is; None, with a line, for one that cannot be compared."""
@@ -194,12 +194,11 @@ class Contest:
         return opened
 
     def parts_of(self, found: Evidence) -> dict[str, VerdictPart]:
-        """The parts of the verdict that samples and losses give, in the verdict's order."""
-        captions = [plain_caption(image.caption) for image in self.images.every]
-        parts = sample_parts(self.real, found.sides, captions)
-        parts["keeps_base"] = kept_part(found.unrelated)
-        if found.learned is not None:
-            parts["learned"] = VerdictPart("learned", found.learned)
+        """The parts of the verdict that samples give, in the verdict's order."""
+        assert self.judge is not None
+        judge, tested = self.judge
+        looks = compared_effort().looks
+        parts = counted_parts(judge, tested, (found.subject, found.unrelated), looks, is_edit=self.images.is_edit)
         return {name: parts[name] for name in SCALES if name in parts}
 
 

@@ -1,34 +1,32 @@
-"""What the verdict on a LoRA is measured from: samples with and without it, their features, and losses."""
+"""What the verdict on a LoRA is measured from: samples with it and without it."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from lora_trainer.data.caches.base_features import BaseFeatures, digest_of
-from lora_trainer.evaluation.features import image_features
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
 from lora_trainer.evaluation.prediction import Passes, in_batches, rows_at_once
+from lora_trainer.evaluation.sample_rates import DrawnSample, Unrelated
 
 if TYPE_CHECKING:
-    from lora_trainer.evaluation.encoder_features import DescribeLatents
+    import contextlib
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from lora_trainer.evaluation.seeing import Eyes
     from lora_trainer.evaluation.texts import EncodedTexts
     from lora_trainer.evaluation.validation_loss import EncodedSample
-    from lora_trainer.models.family import FeatureBlock
 
 OTHER_SEEDS = 1_000_000  # added to a seed for the base's second sample of a prompt
 AT_ONCE = 8  # samples in a batch; `Predict` divides it where memory is short
 GUIDANCE = 3.0  # of models with negative prompts: under the usual, which would hide what is weak
 
-FEATURES, OTHER, LATENTS = "features/", "other_seeds/", "latents/"  # of a cached entry's names
-
-Blocks = dict[str, Tensor]  # features by block, [N, D]
+BASE, OTHER = "base/", "other_seeds/"  # of a cached entry's names
 
 
 @dataclass(frozen=True)
@@ -37,72 +35,40 @@ class RealImages:
 
     trained: Sequence[EncodedSample] = ()
     unseen: Sequence[EncodedSample] = ()
+    decibels: float | None = None  # that the base's autoencoder keeps of them; None where it was not measured
+    is_mirrored: bool = False  # every other image was trained mirrored (`data.flip`)
 
     @property
     def every(self) -> list[EncodedSample]:
         """Both, the unseen ones last."""
         return [*self.trained, *self.unseen]
 
+    @property
+    def is_edit(self) -> bool:
+        """Whether images are made from control images."""
+        return any(each.controls or each.seen for each in self.every)
+
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: samples of the subject in a round and at most, steps of each, and unrelated samples."""
+    """How much is measured: samples of the subject in a round and at most, steps of each, unrelated prompts, and the seeds of each in a
+    round."""
 
     round: int
     most: int
     steps: int
     unrelated: int
+    seeds: int = 2
 
-
-@dataclass(frozen=True)
-class SamplePair:
-    """Latents [C, h, w] of one prompt and seed, by the base model and with the LoRA."""
-
-    seed: int
-    base: Tensor
-    lora: Tensor
-
-
-@dataclass(frozen=True)
-class Sides:
-    """Features of samples of the same prompts: the base's, the base's with other seeds, and the LoRA's.
-
-    `prompts` are the places of the prompts, one for each row, and `pairs` the samples themselves.
-    """
-
-    prompts: tuple[int, ...]
-    base: Blocks
-    other_seeds: Blocks
-    lora: Blocks
-    pairs: tuple[SamplePair, ...] = ()
-
-    def with_more(self, more: Sides) -> Sides:
-        """The rows of both."""
-
-        def joined(one: Blocks, other: Blocks) -> Blocks:
-            return {name: torch.cat([one[name], other[name]]) for name in one}
-
-        return Sides(
-            (*self.prompts, *more.prompts),
-            joined(self.base, more.base),
-            joined(self.other_seeds, more.other_seeds),
-            joined(self.lora, more.lora),
-            (*self.pairs, *more.pairs),
-        )
-
-
-@dataclass(frozen=True)
-class BaseSide:
-    """Features of the base's samples of some prompts and of those with other seeds, and the former's latents [C, h, w]."""
-
-    features: Blocks
-    other_seeds: Blocks
-    latents: tuple[Tensor, ...]
+    @property
+    def looks(self) -> int:
+        """How often the samples are judged at most."""
+        return -(-self.most // self.round)
 
 
 @dataclass(frozen=True)
 class Studio:
-    """Generates samples with and without the LoRA, and describes images by the base's features or by an outside `encoder`.
+    """Generates samples with and without the LoRA, and looks at them.
 
     `original` and `changed` are the text embeddings without the LoRA and with it, of the empty prompt first. `without` takes
     the LoRA off the denoiser inside its block; `shape` [C, h, w] and `sizes` [6] are those of the model's own resolution.
@@ -112,40 +78,49 @@ class Studio:
     sampler: Sampler
     shape: tuple[int, ...]
     sizes: Tensor
-    blocks: Mapping[str, FeatureBlock]
     without: Callable[[], contextlib.AbstractContextManager[None]]
     original: EncodedTexts
     changed: EncodedTexts
     device: torch.device
     dtype: torch.dtype
     passes: Passes
-    encoder: DescribeLatents | None = None
+    eyes: Eyes
     kept: BaseFeatures | None = None
-
-    def describe(self, images: Sequence[tuple[Tensor, Tensor]]) -> Blocks:
-        """Features of images, each its latents [C, h, w] and sizes [6]."""
-        if self.encoder is not None:
-            return self.encoder(images)
-        empty = {name: value.to(self.device) for name, value in self.empty.items()}
-        with self.without():
-            return image_features(self.sampler.predict, self.sampler.process, images, empty, self.blocks)
 
     @property
     def empty(self) -> dict[str, Tensor]:
         """The text embeddings of the empty prompt, [1, ...], without the LoRA."""
         return {name: value[:1] for name, value in self.original.prompts.items()}
 
-    def compare_unrelated(self, number: int) -> Sides:
-        """Sample the unrelated prompts on both sides, each once, with other seeds in each round, counted by `number`."""
-        prompts = range(len(next(iter(self.original.prompts.values()))))
-        first = number * len(prompts)
-        return self.compare(prompts, range(first, first + len(prompts)), None)
+    def sample_unrelated(self, number: int, each: int) -> list[Unrelated]:
+        """Each unrelated prompt with so many seeds, by the base and with the LoRA; other seeds in each round, counted by `number`."""
+        count = each * len(next(iter(self.original.prompts.values())))
+        prompts = [place for place in range(count // each) for _ in range(each)]
+        seeds = range(number * count, (number + 1) * count)
+        base, other = self.base_samples(prompts, seeds, None)
+        lora = self.sample(self.changed, self.requests(self.changed, prompts, seeds, None))
+        look = self.eyes.look
+        rows = zip(prompts, seeds, base, other, lora, strict=True)
+        return [
+            Unrelated(place, seed, look(before), look(again), look(after), (before, after))
+            for place, seed, before, again, after in rows
+        ]
 
-    def describe_real(self, images: Sequence[EncodedSample]) -> Blocks:
-        """Features of the dataset's images."""
-        shown = [(image.latents, image.sizes) for image in images]
-        key = digest_of("real images", self.empty, *(tensor for image in shown for tensor in image))
-        return dict(self.read_or_make(key, lambda: self.describe(shown), (self.encoder is None) * len(shown)))
+    def sample_subject(self, places: Sequence[int], seeds: Sequence[int], captions: Sequence[str]) -> list[DrawnSample]:
+        """Samples of prompts with the LoRA; `captions` are the texts of all prompts."""
+        wanted = self.requests(self.changed, places, seeds, self.original.samples)
+        latents = self.sample(self.changed, wanted)
+        return [
+            DrawnSample(captions[place], place, seed, self.eyes.look(found), found)
+            for place, seed, found in zip(places, seeds, latents, strict=True)
+        ]
+
+    def sample_without(self, places: Sequence[int], seeds: Sequence[int]) -> list[Tensor]:
+        """The base's samples of prompts, latents [C, h, w] of each."""
+        wanted = self.requests(self.original, places, seeds, self.original.samples)
+        self.passes.plan(self.passes_for([each.shape for each in wanted]))
+        with self.without():
+            return self.sample(self.original, wanted)
 
     def read_or_make(self, key: str, make: Callable[[], Mapping[str, Tensor]], passes: int) -> Mapping[str, Tensor]:
         """What `make` measures of the base alone, from the cache where it is there. `key` is a digest of what it depends on,
@@ -154,21 +129,12 @@ class Studio:
         before = self.passes.done
         entry = make() if self.kept is None else self.kept.read_or_make(key, make)
         self.passes.plan(self.passes.done - before - passes)
-        return dict(sorted(entry.items()))  # means over blocks round by their order
+        return entry
 
-    def compare(self, prompts: Sequence[int], seeds: Sequence[int], shapes: Sequence[EncodedSample] | None) -> Sides:
-        """Sample each prompt on both sides. `prompts` are places: of the samples `shapes`, whose captions are the prompts
-        and whose latents give the size; without them, of the unrelated prompts."""
-        base = self.sample_base(prompts, seeds, shapes)
-        wanted = self.requests(self.changed, prompts, seeds, shapes)
-        latents = self.sample(self.changed, wanted)
-        pairs = tuple(map(SamplePair, seeds, base.latents, latents))
-        return Sides(tuple(prompts), base.features, base.other_seeds, self.described(wanted, latents), pairs)
-
-    def sample_base(
+    def base_samples(
         self, prompts: Sequence[int], seeds: Sequence[int], shapes: Sequence[EncodedSample] | None
-    ) -> BaseSide:
-        """The base's samples of the prompts, with these seeds and with others."""
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The base's samples of the prompts, latents [C, h, w], with these seeds and with others."""
         wanted = self.requests(self.original, prompts, seeds, shapes)
         others = self.requests(self.original, prompts, [seed + OTHER_SEEDS for seed in seeds], shapes)
 
@@ -176,9 +142,9 @@ class Studio:
             with self.without():
                 latents, other = self.sample(self.original, wanted), self.sample(self.original, others)
             return {
-                **{f"{FEATURES}{name}": value for name, value in self.described(wanted, latents).items()},
-                **{f"{OTHER}{name}": value for name, value in self.described(others, other).items()},
-                **{f"{LATENTS}{row}": value for row, value in enumerate(latents)},
+                f"{name}{row:04d}": value
+                for name, found in ((BASE, latents), (OTHER, other))
+                for row, value in enumerate(found)
             }
 
         sampler = f"samples, {self.sampler.steps} steps, guidance {self.sampler.guidance if self.is_guided else None}"
@@ -188,23 +154,17 @@ class Studio:
         asked += [each.negative for each in wanted if each.negative is not None]
         planned = 2 * self.passes_for([each.shape for each in wanted])
         entry = self.read_or_make(digest_of(sampler, self.empty, *asked), make, planned)
-
-        def named(start: str) -> Blocks:
-            return {name.removeprefix(start): value for name, value in entry.items() if name.startswith(start)}
-
-        return BaseSide(named(FEATURES), named(OTHER), tuple(entry[f"{LATENTS}{row}"] for row in range(len(wanted))))
+        found = [[entry[f"{name}{row:04d}"] for row in range(len(wanted))] for name in (BASE, OTHER)]
+        return found[0], found[1]
 
     def passes_for(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Forward passes that samples of these shapes [C, h, w] and their features take; those of one shape are batched."""
+        """Forward passes that samples of these shapes [C, h, w] take; those of one shape are batched."""
         batches = sum(
             in_batches(min(AT_ONCE, count - start), rows_at_once(shape[1:]))
             for shape, count in Counter(shapes).items()
             for start in range(0, count, AT_ONCE)
         )
-        return (1 + self.is_guided) * self.sampler.steps * batches + (self.encoder is None) * len(shapes)
-
-    def described(self, wanted: Sequence[Request], latents: Sequence[Tensor]) -> Blocks:
-        return self.describe([(image, each.sizes) for each, image in zip(wanted, latents, strict=True)])
+        return (1 + self.is_guided) * self.sampler.steps * batches
 
     def requests(
         self, side: EncodedTexts, prompts: Sequence[int], seeds: Sequence[int], shapes: Sequence[EncodedSample] | None

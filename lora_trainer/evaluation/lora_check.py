@@ -1,16 +1,17 @@
 """The LoRA gate: evaluates the exported file on a fresh copy of its base model.
 
-Seven parts, each a measure with its 95 % interval and a gate of its own (`evaluation/verdict.py`):
+Each part has its own gate (`evaluation/verdict.py`). All but the first are counted in samples, which the judge compares with the
+dataset's images after its own test (`evaluation/judge.py`):
 
 - **works**: every value finite, every pair complete, every key a module of the base with its shape, loaded by a fresh
   diffusers pipeline without an ignored key, and the prediction changed by more than `LEAST_CHANGE`. All or nothing.
-- **learned**: by how much the loss on images that were not trained on falls, at the same noise.
-- **faithful**: how near samples of the dataset's captions come to the real images, from the base's samples (0) to the
-  real images among themselves (1), in the base model's features.
-- **follows_captions**: how well samples follow what the base knows of their captions, beside its own samples.
-- **does_not_copy**: how far samples are from the nearest real image, beside real images.
-- **keeps_base**: how far samples of unrelated prompts move, beside other seeds of the base.
-- **diverse**: how different samples are from each other, beside real images.
+- **shows**: samples of the dataset's captions show what its images show.
+- **whole**: they have none of the faults that the judge can tell.
+- **follows_captions**: they are more like the images whose captions are like their own.
+- **is_new**: they are no copies of the images.
+- **varied**: two seeds of one prompt give different images.
+- **stays_away**: prompts about other things do not show the dataset.
+- **keeps_base**: they still show what the base shows for them.
 
 The score is the least of the measured parts. What cannot be measured is named and leaves the score.
 """
@@ -20,11 +21,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import gcd
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,20 +35,11 @@ from lora_trainer.data.caches.base_features import BaseFeatures, digest_of
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.drift import NEUTRAL_PROMPTS, VISITS, Visit, base_visits, drift
 from lora_trainer.evaluation.encode import EncodeTexts, read_each, text_reader, with_seen
-from lora_trainer.evaluation.encoder_features import open_encoder
-from lora_trainer.evaluation.evidence import GUIDANCE, Effort, RealImages, Sides, Studio
-from lora_trainer.evaluation.features import LATENT_GRID, NOISE_LEVEL
+from lora_trainer.evaluation.evidence import GUIDANCE, Effort, RealImages, Studio
 from lora_trainer.evaluation.health import examine
+from lora_trainer.evaluation.judge import Judge, Tested
 from lora_trainer.evaluation.latent_samples import Sampler
-from lora_trainer.evaluation.likeness import (
-    Features,
-    differ,
-    diversity,
-    faithfulness,
-    following,
-    nearness,
-    spoiling,
-)
+from lora_trainer.evaluation.likeness import differ
 from lora_trainer.evaluation.loading import (
     at_strength,
     components_of,
@@ -59,19 +49,20 @@ from lora_trainer.evaluation.loading import (
     without_lora,
 )
 from lora_trainer.evaluation.lora_findings import (
-    ALREADY_KNOWN,
+    cannot_tell_findings,
     drift_findings,
     health_findings,
     key_findings,
-    leak_findings,
     loading_findings,
     not_alive,
     part_findings,
 )
-from lora_trainer.evaluation.lora_report import BASE_FEATURES, LoraReport
+from lora_trainer.evaluation.lora_report import NO_ENCODER, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.prediction import Passes, in_batches, in_parts, rows_at_once
 from lora_trainer.evaluation.remedies import with_remedies
+from lora_trainer.evaluation.sample_rates import BY_SAMPLES, DrawnSample, counted_parts, kept_part
+from lora_trainer.evaluation.seeing import open_eyes
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.tracking import gain_by_noise
@@ -82,7 +73,6 @@ from lora_trainer.evaluation.validation_loss import (
     validation_losses,
 )
 from lora_trainer.evaluation.verdict import (
-    BY_SAMPLES,
     LINE,
     NOT_COMPARED,
     SCALES,
@@ -96,15 +86,17 @@ from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.lora_names import read_adapter_with_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
     from lora_trainer.models.family import Caption, Family, SamplingDefaults
     from lora_trainer.models.vision_encoder import EncoderFolder
 
 SEED = 20_240_229  # the gate's own, so that a LoRA's score does not depend on the run's seed
 FEWEST_REAL = 4  # fewer have no distances to compare with
 NO_IMAGES = "no images of the dataset to compare with"
-KNOWN_FIX = (
-    "Add images of the subject, or compare by another image encoder: `lora-trainer validate` with"
-    " --set gates.encoder=facebook/dinov2-base. Or look at the LoRA's samples and decide for yourself."
+LEAST_DECIBELS = (
+    24.0  # that a base's autoencoder keeps of images: below, eyes and outlines are gone before a LoRA is trained
 )
 BROKEN_BASE_FIX = "Copy or download the base model again, or set memory.weight_dtype=bf16 or fp32."
 # In half of the prompts, where the dataset has one caption for all images.
@@ -112,15 +104,15 @@ ADDED_WORDS = ("red background", "blue background", "white background", "black b
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
-FORMULAS = "2"  # part of every key of what is cached: change it when samples or features are computed differently
+FORMULAS = "4"  # part of every key of what is cached: change it when samples or features are computed differently
 
 
 @dataclass(frozen=True)
 class LoraGate:
     """What a LoRA must reach, and how it is measured.
 
-    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS`. Images are
-    compared by `encoder`, or by the base model's own features. `cache` is the folder in which what is measured of the base
+    `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS`. The judge also compares images by
+    an outside `encoder`, if there is one. `cache` is the folder in which what is measured of the base
     model alone is kept; None keeps nothing. `strengths` are those at which `OpenLora.at` can
     use the LoRA; a verdict is measured at strength 1 alone.
     """
@@ -159,7 +151,7 @@ def check_lora(
         compute.progress(done, total)
 
     report = measure_lora(lora, base, family, images, gate, replace(compute, progress=progress))
-    encoder = BASE_FEATURES if gate.encoder is None else gate.encoder.name
+    encoder = NO_ENCODER if gate.encoder is None else gate.encoder.name
     return replace(report, encoder=encoder, cost=Cost(passes, round(time.monotonic() - began, 2)))
 
 
@@ -223,10 +215,9 @@ def open_lora(
         reading = replace(compute, device=encoding)
         original, texts = texts_at(pipeline, family, original, weights, (prompts, gate.strengths), reading)
     places = max([(facts.resolution // facts.downscale) ** 2, *(sample.latents[0].numel() for sample in samples)])
-    encoder, reserved = None, 0
     if gate.encoder is not None:
         compute.say(f"images are compared by {gate.encoder.name}")
-        encoder, reserved = open_encoder(gate.encoder.path, facts, compute, places)
+    eyes, reserved = open_eyes(None if gate.encoder is None else gate.encoder.path, facts, compute, places)
     placed = bring_denoiser(denoiser, family, device, usable and max(0, usable - reserved), places)
     if placed.resident is not None:
         compute.say(f"evaluating with {placed.description}")
@@ -246,14 +237,13 @@ def open_lora(
         ),
         shape,
         sizes,
-        family.denoiser.features(denoiser),
         partial(without_lora, pipeline),
         original,
         texts[gate.strengths[0]],
         device,
         dtype,
         passes,
-        encoder,
+        eyes,
     )
     if gate.cache is not None:
         studio = replace(studio, kept=BaseFeatures(gate.cache, model_key(studio, base, family, gate.encoder)))
@@ -303,85 +293,119 @@ def measure_lora(
     health = examine(opened.weights.modules, opened.norms, opened.sizes)
     if broken := not_alive(drifted, learned):
         return does_not_work([broken], {"drift": drifted, "health": asdict(health)}, gate.minimum)
-    compute.say(f"samples with and without the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
-    gained = None if learned is None else Estimate(learned.mean, learned.low, learned.high)
-    why = "" if learned else "no image is known that was not trained on" if images.trained else NO_IMAGES
-    parts = {
-        "works": VerdictPart("works", Estimate(1.0, 1.0, 1.0)),
-        "learned": VerdictPart("learned", gained, why),
-    }
-    by_samples, sampled = measure_samples(studio, images.every, effort, gate.minimum, compute)
-    parts |= by_samples
-    # Of unrelated prompts: how far they show the dataset's images.
-    leaked = (
-        None if sampled.real is None else faithfulness(sampled.real, sampled.unrelated.base, sampled.unrelated.lora)
-    )
+    compute.say(f"samples with the LoRA: {counted(effort.round, 'prompt')} in {effort.steps} steps each")
+    measured, sampled = measure_samples(studio, images, effort, gate.minimum, compute)
+    parts = {"works": VerdictPart("works", Estimate(1.0, 1.0, 1.0)), **measured}
+    tested = sampled.tested
     numbers = {
         "drift": drifted,
-        "leak": None if leaked is None else {"value": leaked.value, "low": leaked.low, "high": leaked.high},
+        "judge": None if tested is None else asdict(tested),
         "health": asdict(health),
         "learning": None
         if learned is None or losses is None
         else asdict(learned) | {"by_noise": {name: asdict(band) for name, band in gain_by_noise(*losses).items()}},
-        "images": {"trained": len(images.trained), "unseen": len(images.unseen)},
+        "images": {
+            "trained": len(images.trained),
+            "unseen": len(images.unseen),
+            "decibels": images.decibels,
+        },
     }
     prompted = studio.original.samples
+    shown = choose_shown(sampled, prompted, gate.prompts, SHOWN[gate.check], studio.sample_without)
     del opened, studio
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
+    cannot_tell = () if tested is None else tested.cannot_tell
     decided = part_findings(parts, gate.minimum, may_grow=gate.check == "lite")
-    others = [*drift_findings(drifted), *leak_findings(leaked), *health_findings(health)]
-    findings = with_remedies([*decided, *others], parts)
-    shown = choose_shown(sampled, prompted, gate.prompts, SHOWN[gate.check])
-    return LoraReport(gate.minimum, parts, findings, numbers, shown=shown)
+    untold = cannot_tell_findings(cannot_tell, encoder=gate.encoder is not None)
+    findings = with_remedies([*decided, *untold, *drift_findings(drifted), *health_findings(health)], parts)
+    return LoraReport(gate.minimum, parts, findings, numbers, shown=shown, cannot_tell=cannot_tell)
 
 
 def measure_samples(
-    studio: Studio, images: Sequence[EncodedSample], effort: Effort, minimum: float, compute: Compute
+    studio: Studio, images: RealImages, effort: Effort, minimum: float, compute: Compute
 ) -> tuple[dict[str, VerdictPart], Sampled]:
-    """The parts that are measured by sampling: rounds of the subject's prompts until each part is decided."""
-    unrelated = studio.compare_unrelated(0)
-    unrelated_once, is_unrelated_open = unrelated.prompts, False
-    parts = {"keeps_base": kept_part(unrelated)}
-    if len(images) < FEWEST_REAL:
-        reason, fix = NO_IMAGES, f"Name at least {FEWEST_REAL} of its training images (--data)."
-        if images:
-            reason = (
-                f"{counted(len(images), 'image')} of the dataset, and at least {FEWEST_REAL} are needed to compare with"
-            )
-            fix = "Add images of the subject. With so few, look at the LoRA's samples and decide for yourself."
-        return parts | {name: VerdictPart(name, None, reason, fix) for name in BY_SAMPLES}, Sampled(unrelated)
-    real = studio.describe_real(images)
-    prompted = studio.original.samples
-    captions = [plain_caption(each.caption) for each in images]
-    sides: Sides | None = None
+    """The parts that are counted in samples: rounds of the dataset's and of unrelated prompts until each part is decided."""
+    unrelated = studio.sample_unrelated(0, effort.seeds)
+    parts = {"keeps_base": kept_part(unrelated, effort.looks)}
+    if why := not_comparable(images):
+        return parts | {name: VerdictPart(name, None, *why) for name in BY_SAMPLES}, Sampled(unrelated)
+    prompted, every = studio.original.samples, images.every
+    texts = [plain_caption(each.caption) for each in prompted]
+    compute.say("testing the judge with planted faults")
+    if (found := tested_judge(studio, images, texts)) is None:
+        why = "the dataset's images are not finite as the base model's autoencoder shows them", BROKEN_BASE_FIX
+        return parts | {name: VerdictPart(name, None, *why) for name in BY_SAMPLES}, Sampled(unrelated)
+    judge, tested = found
+    subject: list[DrawnSample] = []
+    more_unrelated = False
     for start in range(0, effort.most, effort.round):
+        if more_unrelated:
+            unrelated = [*unrelated, *studio.sample_unrelated(start // effort.round, effort.seeds)]
         seeds = range(start, start + effort.round)
-        more = studio.compare(places_of(seeds, len(images), len(prompted)), seeds, prompted)
-        sides = more if sides is None else sides.with_more(more)
-        if start and is_unrelated_open:
-            unrelated = unrelated.with_more(studio.compare_unrelated(start // effort.round))
-            parts["keeps_base"] = kept_part(unrelated)
-        parts |= sample_parts(real, sides, captions)
-        # More samples may yet tell the base's from the dataset's images.
-        is_open = parts["faithful"].measure is None and parts["does_not_copy"].measure is not None
-        if not is_open and not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
+        subject += studio.sample_subject(places_of(seeds, len(every), len(prompted)), seeds, texts)
+        parts = counted_parts(judge, tested, (subject, unrelated), effort.looks, is_edit=images.is_edit)
+        if not any(part.outcome(minimum) == "unresolved" for part in parts.values()):
             break
         if (after := start + effort.round) < effort.most:
             compute.say(
                 f"not decided after {counted(after, 'sample')} of at most {effort.most}: {counted(effort.round, 'more prompt')}"
             )
-            is_unrelated_open = parts["keeps_base"].outcome(minimum) == "unresolved"
-            more_unrelated = 3 * studio.passes_for([studio.shape] * len(unrelated_once)) if is_unrelated_open else 0
-            studio.passes.plan(round_passes(studio, range(after, after + effort.round), len(images)) + more_unrelated)
-    return parts, Sampled(unrelated, sides, real)
+            more_unrelated = any(parts[name].outcome(minimum) == "unresolved" for name in ("stays_away", "keeps_base"))
+            planned = round_passes(studio, range(after, after + effort.round), len(every))
+            studio.passes.plan(planned + (unrelated_passes(studio, effort) if more_unrelated else 0))
+    return parts, Sampled(unrelated, subject, judge, tested)
 
 
-def kept_part(unrelated: Sides) -> VerdictPart:
-    """`keeps_base`, by samples of unrelated prompts."""
-    spoiled = spoiling(unrelated.base, unrelated.other_seeds, unrelated.lora)
-    seedless = "the base model's samples are not finite, or do not differ between seeds"
-    return VerdictPart("keeps_base", spoiled, "" if spoiled else seedless)
+def not_comparable(images: RealImages) -> tuple[str, str] | None:
+    """Why samples cannot be compared with the dataset's images, and what to do; None where they can."""
+    count = len(images.every)
+    if images.decibels is not None and images.decibels < LEAST_DECIBELS:
+        reason = (
+            f"this base model cannot show these images: its autoencoder keeps {images.decibels:.0f} dB of them"
+            f" (least: {LEAST_DECIBELS:.0f})"
+        )
+        return reason, "Train on another base model, or at a higher resolution (data.resolution)."
+    if count >= FEWEST_REAL:
+        return None
+    if not count:
+        return NO_IMAGES, f"Name at least {FEWEST_REAL} of its training images (--data)."
+    reason = f"{counted(count, 'image')} of the dataset, and at least {FEWEST_REAL} are needed to compare with"
+    return reason, "Add images of the subject. With so few, look at the LoRA's samples and decide for yourself."
+
+
+def tested_judge(studio: Studio, dataset: RealImages, texts: Sequence[str]) -> tuple[Judge, Tested] | None:
+    """The judge of the dataset's images and what it can tell, from the cache if it was tested before; `texts` are the prompts'.
+
+    None where the images are not finite.
+    """
+    images = dataset.every
+    seen = [studio.eyes.image(each.latents) for each in images]
+    shown = [image for image in seen if image is not None]
+    if len(shown) < len(seen):
+        return None
+    judge = Judge(shown, texts[: len(images)], studio.eyes.describe)
+
+    def test() -> dict[str, Tensor]:
+        tested = judge.tested()
+        return {
+            f"{what}/{name}": torch.tensor(value, dtype=torch.float64)
+            for what, found in asdict(tested).items()
+            for name, value in found.items()
+        }
+
+    key = digest_of(
+        "test of the judge", *(part for each in images for part in (each.latents, plain_caption(each.caption)))
+    )
+    entry = studio.read_or_make(key, test, 0)
+    rows: dict[str, dict[str, Any]] = {"limits": {}, "found": {}, "untouched": {}}
+    for name, value in entry.items():
+        what, _, own = name.partition("/")
+        rows[what][own] = float(value) if what == "limits" else tuple(int(each) for each in value)
+    if dataset.is_mirrored:  # every other image was trained mirrored
+        rows["limits"].pop("turned", None)
+        rows["found"]["mirrored"] = (0, rows["found"]["mirrored"][1])
+    return judge, Tested(**rows)
 
 
 def with_added_words(images: Sequence[EncodedSample]) -> list[EncodedSample]:
@@ -406,48 +430,15 @@ def with_added_words(images: Sequence[EncodedSample]) -> list[EncodedSample]:
 def places_of(seeds: Sequence[int], images: int, prompts: int) -> list[int]:
     """The place of each seed's prompt among so many: the captions of the images, and after them the longer ones.
 
-    In an order in which neighbors in the dataset are far apart, so that few samples meet many kinds. Every second seed has one
-    of the longer ones, where there are any.
+    Two seeds, 2 k and 2 k + 1, have one prompt. In an order in which neighbors in the dataset are far apart, so that few samples
+    meet many kinds. Every second prompt is one of the longer ones, where there are any.
     """
     stride = next(step for step in range(max(1, round(0.38 * images)), 2 * images) if gcd(step, images) == 1)
     longer = prompts - images
+    pairs = [seed // 2 for seed in seeds]
     if not longer:
-        return [seed * stride % images for seed in seeds]
-    return [images + seed // 2 % longer if seed % 2 else seed // 2 * stride % images for seed in seeds]
-
-
-def sample_parts(real: Features, sides: Sides, captions: Sequence[str]) -> dict[str, VerdictPart]:
-    """The parts that compare samples with the dataset's images."""
-    if reason := not_comparable(real, sides):
-        return {name: VerdictPart(name, None, reason, BROKEN_BASE_FIX) for name in BY_SAMPLES}
-    faithful = faithfulness(real, sides.base, sides.lora)
-    followed, unheard = None, "all captions are alike"
-    if differ([captions[place] for place in sides.prompts if place < len(captions)]):
-        followed = following(real, sides.base, sides.other_seeds, sides.lora, sides.prompts)
-        unheard = "the base model's samples do not depend on these captions"
-    # In longer prompts a copy has another background: only the captions themselves show whether images are copied.
-    own = [row for row, place in enumerate(sides.prompts) if place < len(captions)]
-    by_captions = {name: block[own] for name, block in sides.lora.items()}
-    near, varied = nearness(real, by_captions), diversity(real, by_captions)
-    same = "the images are all the same"
-    why, fix = (ALREADY_KNOWN, KNOWN_FIX) if near else (same, "Add images that differ.")
-    return {
-        "faithful": VerdictPart("faithful", faithful, "" if faithful else why, "" if faithful else fix),
-        "follows_captions": VerdictPart("follows_captions", followed, "" if followed else unheard),
-        "does_not_copy": VerdictPart("does_not_copy", near, "" if near else same),
-        "diverse": VerdictPart("diverse", varied, "" if varied else same),
-    }
-
-
-def not_comparable(real: Features, sides: Sides) -> str:
-    """Why nothing can be compared with the dataset's images or the base's samples; empty where all of them are finite."""
-    for what, features in (
-        ("the dataset's images", (real,)),
-        ("the base model's samples", (sides.base, sides.other_seeds)),
-    ):
-        if not all(bool(block.isfinite().all()) for each in features for block in each.values()):
-            return f"the features of {what} are not finite"
-    return ""
+        return [pair * stride % images for pair in pairs]
+    return [images + pair // 2 % longer if pair % 2 else pair // 2 * stride % images for pair in pairs]
 
 
 def plain_caption(caption: Caption) -> str:
@@ -507,11 +498,11 @@ def model_key(studio: Studio, base: Path, family: Family, encoder: EncoderFolder
         family.name,
         base_digest(family, base),
         (folder / "config.json").read_text("utf-8"),
-        "" if encoder is None else fingerprint(encoder.path, ".") + fingerprint(base, "vae"),
+        "" if encoder is None else fingerprint(encoder.path, "."),
+        fingerprint(base, "vae"),
         process.description,
         process.alphas_cumprod,
-        *(f"{name}: {block.grid}, {block.patch}" for name, block in studio.blocks.items()),
-        str((NOISE_LEVEL, LATENT_GRID, studio.dtype, torch.__version__)),
+        str((studio.dtype, torch.__version__)),
         torch.cuda.get_device_name(studio.device) if studio.device.type == "cuda" else studio.device.type,
     )
 
@@ -551,21 +542,28 @@ def _measure_drift(studio: Studio) -> float | None:
 
 
 def count_passes(studio: Studio, effort: Effort, images: RealImages) -> int:
-    """Forward passes of the gate where the first round decides and nothing is cached: with the LoRA, and twice as many by the
-    base model, which samples with other seeds too.
+    """Forward passes of the gate where the first round decides and nothing is cached; the base model samples unrelated prompts
+    with two seeds each.
     """
     prompts = len(next(iter(studio.original.prompts.values())))
-    unrelated = studio.passes_for([studio.shape] * prompts)
-    of_drift = 2 * VISITS * in_batches(prompts, rows_at_once(studio.shape[1:]))
-    subject = round_passes(studio, range(effort.round), len(images.every)) if len(images.every) >= FEWEST_REAL else 0
-    real = (studio.encoder is None) * len(images.every) if subject else 0
-    return 3 * unrelated + of_drift + subject + real + 2 * loss_passes(images)
+    return (
+        unrelated_passes(studio, effort)
+        + 2 * VISITS * in_batches(prompts, rows_at_once(studio.shape[1:]))
+        + (0 if not_comparable(images) else round_passes(studio, range(effort.round), len(images.every)))
+        + 2 * loss_passes(images)
+    )
+
+
+def unrelated_passes(studio: Studio, effort: Effort) -> int:
+    """Forward passes of a round's samples of unrelated prompts: two of the base model, and one with the LoRA."""
+    prompts = len(next(iter(studio.original.prompts.values())))
+    return 3 * studio.passes_for([studio.shape] * prompts * effort.seeds)
 
 
 def round_passes(studio: Studio, seeds: Sequence[int], images: int) -> int:
-    """Forward passes of the subject's samples with these seeds: with the LoRA, and by the base model with two seeds."""
+    """Forward passes of the subject's samples with these seeds."""
     prompted = studio.original.samples
-    return 3 * studio.passes_for(
+    return studio.passes_for(
         [tuple(prompted[place].latents.shape) for place in places_of(seeds, images, len(prompted))]
     )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
 from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
-from lora_trainer.evaluation.verdict import BY_SAMPLES, NOT_COMPARED, SCALES, Estimate, VerdictPart
+from lora_trainer.evaluation.verdict import NOT_COMPARED, SCALES, VerdictPart
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from lora_trainer.core.errors import Problem
     from lora_trainer.evaluation.health import Health
     from lora_trainer.evaluation.validation_loss import Improvement
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.
 LEAST_CHANGE = 1e-4  # fp16 rounding of the weights alone moves a prediction by about this much
 DRIFT_NOTED = 0.30
-LEAK_NOTED = 0.25  # of the way from the base model's samples of unrelated prompts to the dataset's images
-ALREADY_KNOWN = "the base model's own samples are already as near to these images as the images are to each other"
 NORM_NOTED, NORM_WARNED = 0.5, 1.0  # of a layer's size: a note, a warning
 
 
@@ -64,31 +63,41 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow:
     `may_grow`: a full check would take more samples.
     """
     found = []
-    compared = parts.get("faithful", VerdictPart("faithful", None))
+    compared = parts.get("shows", VerdictPart("shows", None))
     if compared.measure is None:
         missing = [WORDS[each.name].title.lower() for each in parts.values() if each.reason == compared.reason]
         message = f"Nothing shows whether the LoRA learned the dataset's images: {compared.reason}. Not measured: {', '.join(missing)}."
-        more = f"{MORE_SAMPLES} " if may_grow and compared.reason == ALREADY_KNOWN else ""
-        found.append(Finding(NOT_COMPARED, "warning", message, f"{more}{compared.fix}"))
+        found.append(Finding(NOT_COMPARED, "warning", message, compared.fix))
     for part in parts.values():
         outcome = part.outcome(minimum)
         about = WORDS[part.name]
         if part.measure is None:
             if compared.measure is not None or part.reason != compared.reason:
                 message = f"{about.title}: not measured ({part.reason})."
-                found.append(Finding(f"{part.name}_not_measured", "note", message, part.fix))
+                code = part.name if part.is_needed else f"{part.name}_not_measured"
+                found.append(Finding(code, "warning" if part.is_needed else "note", message, part.fix))
             continue
         measured = own_value(part.name, part.measure, SCALES[part.name].at(minimum))
         if outcome == "refused":
             found.append(Finding(part.name, "error", f"{about.refused}: {measured}."))
         elif outcome == "unresolved":
             message = f"{about.title}: not decided, since the minimum lies within the interval: {measured}."
-            is_sampled = part.name in (*BY_SAMPLES, "keeps_base")
-            fix = MORE_SAMPLES if may_grow and is_sampled else about.resolve
+            fix = MORE_SAMPLES if may_grow else about.resolve
             if fix == MORE_SAMPLES and any(MORE_SAMPLES in each.fix for each in found):
                 fix = ""  # one command takes samples for all parts
             found.append(Finding(part.name, "warning", message, fix))
     return found
+
+
+def cannot_tell_findings(cannot_tell: Sequence[str], encoder: bool) -> list[Finding]:
+    """A note of the faults that the judge does not tell from untouched images of this dataset."""
+    if not cannot_tell:
+        return []
+    message = f"What the judge cannot tell from untouched images of this dataset: {', '.join(cannot_tell)}."
+    fix = "Look for these in the samples yourself"
+    if not encoder:
+        fix += ", or set gates.encoder, such as facebook/dinov2-base, which sees more"
+    return [Finding("cannot_tell", "note", message, f"{fix}.")]
 
 
 def drift_findings(drifted: float) -> list[Finding]:
@@ -99,15 +108,6 @@ def drift_findings(drifted: float) -> list[Finding]:
         f"Predictions of unrelated prompts change by {drifted:.0%} of their size (usual: up to {DRIFT_NOTED:.0%})."
     )
     return [Finding("drift", "note", message)]
-
-
-def leak_findings(leaked: Estimate | None) -> list[Finding]:
-    """A note where samples of unrelated prompts surely move toward the dataset's images."""
-    if leaked is None or not leaked.low > LEAK_NOTED:
-        return []
-    way = WORDS["faithful"].written(leaked.value), WORDS["faithful"].written(leaked.low, leaked.high)
-    message = f"Prompts about other things show the dataset too: their samples move {way[0]} ({way[1]}) of the way to its images."
-    return [Finding("leak", "note", message)]
 
 
 def health_findings(found: Health) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,13 @@ from lora_trainer.core.io import finite
 from lora_trainer.evaluation.verdict import NOT_COMPARED, Cost, Outcome, VerdictPart, outcome_of, score_of
 
 if TYPE_CHECKING:  # validate prints reports without torch
+    from collections.abc import Mapping
+
     from lora_trainer.core.findings import Finding
     from lora_trainer.evaluation.lora_choice import LoraChoice
     from lora_trainer.evaluation.shown_samples import ShownSample
 
-BASE_FEATURES = "base model"
+NO_ENCODER = "none"
 NOTHING_ELSE = "nothing else was measured, since it could not change the outcome"
 
 
@@ -22,7 +23,7 @@ NOTHING_ELSE = "nothing else was measured, since it could not change the outcome
 class LoraReport:
     """The verdict's parts, findings, the numbers behind them, its cost, and samples to look at.
 
-    Without parts it was not measured. `encoder` names what images were compared by: `base model`, a folder, or
+    Without parts it was not measured. `encoder` names the outside encoder that images were compared by: `none`, a folder, or
     `owner/name@commit`.
     """
 
@@ -33,7 +34,8 @@ class LoraReport:
     cost: Cost = field(default_factory=Cost)
     shown: tuple[ShownSample, ...] = ()
     choice: LoraChoice | None = None  # of a strength or a step, where they were compared
-    encoder: str = BASE_FEATURES
+    encoder: str = NO_ENCODER
+    cannot_tell: tuple[str, ...] = ()  # faults that the judge does not tell from untouched images, in words
 
     @property
     def score(self) -> float | None:
@@ -76,6 +78,7 @@ class LoraReport:
                 "outcome": self.outcome,
                 "gate": self.gate,
                 "parts": {name: part.to_json(self.gate) for name, part in self.parts.items()},
+                "cannot_tell": list(self.cannot_tell),
                 "findings": [finding.to_json() for finding in self.findings],
                 "cost": asdict(self.cost),
                 "encoder": self.encoder,

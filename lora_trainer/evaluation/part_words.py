@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lora_trainer.evaluation.verdict import SCALES, Estimate, VerdictPart
+from lora_trainer.evaluation.verdict import SCALES, Estimate
 
-MORE_IMAGES = "More images of the subject narrow the interval."
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LOOK_AT_THEM = "Look at the samples and decide for yourself; gates.unresolved=accept takes what is not decided."
 MORE_SAMPLES = "More samples may decide it: `lora-trainer validate` on the LoRA file takes them."
 
 
@@ -16,7 +19,7 @@ class Words:
     """A part's title and question, and what is said of it.
 
     `refused` is what is wrong where it is refused (what to do then is in `remedies.py`), `fault` the same as the end of a
-    sentence, `resolve` what would decide it. `unit` is a sentence around its value: `90 % of the way`, or `1.20 times as far`; empty without a unit.
+    sentence, `resolve` what would decide it. `unit` is a sentence around its counts: `41 of 48 samples show it`; empty without one.
     """
 
     title: str
@@ -42,22 +45,22 @@ WORDS: Mapping[str, Words] = {
         resolve="",
         unit="",
     ),
-    "learned": Words(
-        title="Learned",
-        question="Does it also know images of the dataset that were not trained on?",
-        refused="Images that were not trained on are predicted no better",
-        fault="it has learned too little",
-        resolve="Keep more images for validation (validation.split=0.2).",
-        unit="the loss on these is {} lower than without the LoRA",
+    "shows": Words(
+        title="Shows it",
+        question="Do its images show the dataset's subject or style?",
+        refused="Too many samples do not show what the dataset shows",
+        fault="samples do not show what the dataset shows",
+        resolve=LOOK_AT_THEM,
+        unit="{} samples show it",
         is_share=True,
     ),
-    "faithful": Words(
-        title="Faithful",
-        question="Do its images look like those of the dataset?",
-        refused="Samples are too unlike the dataset's images",
-        fault="samples are too unlike the images",
-        resolve=MORE_IMAGES,
-        unit="{} of the way from the base model's images to the dataset's",
+    "whole": Words(
+        title="Whole",
+        question="Are its images free of the faults that the judge can tell here?",
+        refused="Too many samples are faulty: blurred, noisy, melted, or with parts that are missing or wrong",
+        fault="samples are faulty",
+        resolve=LOOK_AT_THEM,
+        unit="{} samples are without such a fault",
         is_share=True,
     ),
     "follows_captions": Words(
@@ -65,43 +68,56 @@ WORDS: Mapping[str, Words] = {
         question="Do its images show what the prompt says?",
         refused="Samples do not follow their captions",
         fault="samples do not follow their captions",
-        resolve=MORE_IMAGES,
-        unit="{} of the differences between prompts are the dataset's",
+        resolve=LOOK_AT_THEM,
+        unit="{} samples suit their caption",
         is_share=True,
     ),
-    "does_not_copy": Words(
-        title="Does not copy",
+    "is_new": Words(
+        title="New images",
         question="Are its images new, and no copies of the dataset's?",
-        refused="Samples are nearer to the training images than these are to each other: they are copied",
+        refused="Too many samples are copies of the dataset's images",
         fault="it copies the images",
-        resolve=MORE_IMAGES,
-        unit="{} times as far from the dataset's images as these are from each other",
+        resolve=LOOK_AT_THEM,
+        unit="{} samples are no copy",
+        is_share=True,
+    ),
+    "varied": Words(
+        title="Varied",
+        question="Do two seeds of one prompt give different images?",
+        refused="Other seeds give the same image",
+        fault="other seeds give the same image",
+        resolve=LOOK_AT_THEM,
+        unit="{} pairs of seeds differ",
+        is_share=True,
+    ),
+    "stays_away": Words(
+        title="Stays away",
+        question="Do prompts about other things leave the dataset out?",
+        refused="Prompts about other things show the dataset's subject or style too",
+        fault="prompts about other things show the dataset too",
+        resolve=LOOK_AT_THEM,
+        unit="{} samples of other prompts do not show it",
+        is_share=True,
     ),
     "keeps_base": Words(
         title="Keeps the base",
         question="Do prompts about other things still give what they gave?",
-        refused="Unrelated prompts no longer show what they did",
-        fault="unrelated prompts no longer show what they did",
-        resolve="Look at the samples of unrelated prompts; gates.unresolved=accept takes what is not decided.",
-        unit="{} times as different from the base model's images as another seed makes them",
-    ),
-    "diverse": Words(
-        title="Diverse",
-        question="Do its images differ from each other?",
-        refused="Samples are all alike",
-        fault="samples are all alike",
-        resolve=MORE_IMAGES,
-        unit="{} times as different from each other as the dataset's images",
+        refused="Prompts about other things no longer show what they did",
+        fault="other prompts no longer show what they did",
+        resolve=LOOK_AT_THEM,
+        unit="{} samples of other prompts show what they did",
+        is_share=True,
     ),
 }
 
 
 def own_value(name: str, measure: Estimate, gate: float | None = None) -> str:
-    """`90 % (80 to 97 %) of the way …; at least 75 % required`, with the 95 % interval and the gate in the part's unit, its own
-    where None.
+    """`41 of 48 samples show it (73 to 93 %); at least 65 % required`, with the interval and the gate, the part's own where None.
+
+    Without counts, the share is in their place: `85 %`.
     """
-    words = WORDS[name]
-    limit = "at most" if VerdictPart(name, None).smaller_is_better else "at least"
+    words, own = WORDS[name], SCALES[name]
+    counts = words.written(measure.value) if measure.of is None else f"{measure.count} of {measure.of}"
     interval = words.written(measure.low, measure.high)
-    sentence = (words.unit or "{}").format(f"{words.written(measure.value)} ({interval})")
-    return f"{sentence}; {limit} {words.written(SCALES[name].gate if gate is None else gate)} required"
+    required = words.written(own.gate if gate is None else gate)
+    return f"{(words.unit or '{}').format(counts)} ({interval}); at least {required} required"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +23,8 @@ from lora_trainer.models.memory.phases import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.models.family import Family
 

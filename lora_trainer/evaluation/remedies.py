@@ -8,25 +8,25 @@ learning rate is. What is no refusal decides only where no refusal does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lora_trainer.core.findings import Finding
     from lora_trainer.evaluation.verdict import VerdictPart
 
 Direction = Literal["longer", "gentler", "less"]
 STILL_FALLING = "still_falling"  # the note of `report/curve.py`
 
-TOO_MUCH = {"does_not_copy", "keeps_base", "diverse", "not_finite", "prediction_not_finite"}  # errors
-TOO_LITTLE = {"faithful", "learned", "images_never_trained", "changes_nothing"}  # errors
+TOO_MUCH = {"is_new", "stays_away", "keeps_base", "varied", "not_finite", "prediction_not_finite"}  # errors
+TOO_LITTLE = {"shows", "images_never_trained", "changes_nothing"}  # errors
 # Where no error decides, the first of these that was found does.
 HINTS: tuple[tuple[str, Direction], ...] = (
     ("follows_captions", "less"),
     (STILL_FALLING, "longer"),
     ("drift", "less"),
-    ("leak", "less"),
     ("large_update", "less"),
     ("dead_modules", "longer"),
 )
@@ -47,20 +47,21 @@ REGULARIZE = "Train with data.num_class_images=32"
 # By the code of the finding. Of a part it is what to do where the part is refused.
 REMEDIES: Mapping[str, Remedy] = {
     "works": Remedy("Export or train it again."),
-    "learned": Remedy(
-        longer="Train longer, or at a higher learning rate.",
-        gentler=SLOWER,
-        less="Train fewer steps, or at a lower learning rate.",
-    ),
-    "faithful": Remedy(
+    "shows": Remedy(
         "If all captions are alike, describe the images.", longer="Train longer.", gentler=SLOWER, less=SLOWER
+    ),
+    "whole": Remedy(
+        "Look at the worst samples: soft or noisy ones may be so in the dataset, too.",
+        longer="Train longer.",
+        gentler=SLOWER,
+        less=SLOWER,
     ),
     "follows_captions": Remedy(
         "Check that captions describe their images.",
         gentler=SLOWER,
         less="Train fewer steps, or at a lower learning rate.",
     ),
-    "does_not_copy": Remedy(
+    "is_new": Remedy(
         gentler="Train at a lower learning rate or rank, or with more images.",
         less="Train fewer steps, at a lower rank, or with more images.",
     ),
@@ -68,7 +69,7 @@ REMEDIES: Mapping[str, Remedy] = {
         gentler="Train at a lower learning rate or rank, or with regularization images.",
         less="Train fewer steps, at a lower learning rate or rank, or with regularization images.",
     ),
-    "diverse": Remedy(
+    "varied": Remedy(
         gentler="Train at a lower learning rate, or with more varied images.",
         less="Train fewer steps, or with more varied images.",
     ),
@@ -77,7 +78,7 @@ REMEDIES: Mapping[str, Remedy] = {
         gentler=f"{REGULARIZE}, or at a lower learning rate or rank.",
         less=f"{REGULARIZE}, or fewer steps, or at a lower learning rate or rank.",
     ),
-    "leak": Remedy(
+    "stays_away": Remedy(
         longer=f"{REGULARIZE}.",
         gentler=f"{REGULARIZE}, or at a lower rank.",
         less=f"{REGULARIZE}, or fewer steps, or at a lower rank.",
@@ -97,13 +98,9 @@ REMEDIES: Mapping[str, Remedy] = {
 def direction_of(findings: Sequence[Finding], parts: Mapping[str, VerdictPart]) -> Direction | None:
     """Which way to train next, from all findings of a LoRA and its parts; None where nothing shows it."""
     errors = {each.code for each in findings if each.severity == "error"}
-    # Surely below 0: samples are farther from the images, or the loss is higher, than without the LoRA.
-    worse = {
-        name for name in ("faithful", "learned") if (part := parts.get(name)) and part.measure and part.measure.high < 0
-    }
     changed_most = any(each.code == "large_update" and each.severity == "warning" for each in findings)
-    too_little = bool(errors & (TOO_LITTLE - worse))
-    if errors & (TOO_MUCH | worse) or (changed_most and too_little):
+    too_little = bool(errors & TOO_LITTLE)
+    if errors & TOO_MUCH or (changed_most and too_little):
         return "gentler" if too_little else "less"
     if too_little:
         return "longer"

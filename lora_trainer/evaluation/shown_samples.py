@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from lora_trainer.evaluation.likeness import Features, Values, distances, moved_shares, to_nearest_other
+from lora_trainer.evaluation.judge import is_beyond, overall
 from lora_trainer.evaluation.placing import bytes_of, tile
+from lora_trainer.evaluation.seeing import to_image
 from lora_trainer.models.autoencoder import drawing_vae, image_decoder
 from lora_trainer.models.memory.phases import PhaseCosts, decoding_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from PIL import Image
+
     from lora_trainer.evaluation.compute import Compute
-    from lora_trainer.evaluation.evidence import Sides
+    from lora_trainer.evaluation.judge import Judge, Tested
+    from lora_trainer.evaluation.sample_rates import DrawnSample, Unrelated
     from lora_trainer.evaluation.validation_loss import EncodedSample
     from lora_trainer.models.family import Caption
 
@@ -34,21 +39,22 @@ SHOWN: Mapping[str, Mapping[ShownKind, int]] = {
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a verdict was measured from: samples of unrelated prompts, and those of the dataset's captions with the
-    features of its images, where it has enough of them."""
+    """What a verdict was counted in: samples of unrelated prompts, and those of the dataset's captions with the judge and what it can
+    tell, where the dataset has enough images."""
 
-    unrelated: Sides
-    sides: Sides | None = None
-    real: Features | None = None
+    unrelated: Sequence[Unrelated]
+    subject: Sequence[DrawnSample] = ()
+    judge: Judge | None = None
+    tested: Tested | None = None
 
 
 @dataclass(frozen=True)
 class ShownSample:
     """A sample with the LoRA, without it where `base` is there, and the dataset's nearest image.
 
-    `typical`, `copied` (the nearest to an image of the dataset) and `odd` (the farthest) have as `ratio` their distance to
-    `nearest`, over the usual distance of an image of the dataset to the nearest other. `unrelated` ones, of prompts that are
-    not about the data, have how far they moved, over the distance between two seeds. It is infinite or NaN for broken samples.
+    `typical` ones are in the middle, `copied` is the nearest to an image of the dataset, and `odd` are the worst: those beyond most
+    limits first, then the least like the dataset. `ratio` is how unlike the dataset's images the sample is, 1 for one of them; of
+    `unrelated` ones, of prompts that are not about the data, the same: near 1 they show the dataset. NaN for broken samples.
     """
 
     kind: ShownKind
@@ -61,50 +67,49 @@ class ShownSample:
 
 
 def choose_shown(
-    sampled: Sampled, images: Sequence[EncodedSample], prompts: Sequence[str], counts: Mapping[ShownKind, int]
+    sampled: Sampled,
+    images: Sequence[EncodedSample],
+    prompts: Sequence[str],
+    counts: Mapping[ShownKind, int],
+    without: Callable[[Sequence[int], Sequence[int]], list[Tensor]],
 ) -> tuple[ShownSample, ...]:
     """The samples to look at, `counts` of each kind, none of them twice. `images` are the dataset's, whose captions were
-    the prompts, and behind them some again with longer captions; `prompts` are the unrelated ones."""
-    found: list[ShownSample] = []
-    if sampled.sides is not None and sampled.real is not None:
-        apart = relative_distances(sampled.real, sampled.sides.lora)
-        for kind, row in chosen_rows(apart.min(axis=1), counts):
-            pair, nearest = sampled.sides.pairs[row], int(apart[row].argmin())
-            found.append(
-                ShownSample(
-                    kind,
-                    images[sampled.sides.prompts[row]].caption,
-                    pair.seed,
-                    float(apart[row, nearest]),
-                    pair.lora,
-                    pair.base if kind == "typical" else None,
-                    images[nearest],
-                )
-            )
-    unrelated = sampled.unrelated
-    moved = np.nan_to_num(moved_shares(unrelated.base, unrelated.other_seeds, unrelated.lora), nan=np.inf)
-    for row in np.argsort(-moved)[: counts["unrelated"]]:
-        moved_pair, prompt = unrelated.pairs[row], prompts[unrelated.prompts[row]]
-        found.append(
-            ShownSample("unrelated", prompt, moved_pair.seed, float(moved[row]), moved_pair.lora, moved_pair.base)
+    the prompts; `prompts` are the unrelated ones. `without` samples prompts by their places and seeds without the LoRA."""
+    judge, tested, found = sampled.judge, sampled.tested, list[ShownSample]()
+    if judge is None or tested is None:
+        rows_of = sampled.unrelated[: counts["unrelated"]]
+        return tuple(
+            ShownSample("unrelated", prompts[each.place], each.seed, math.nan, each.latents[1], each.latents[0])
+            for each in rows_of
         )
+    values = [judge.measure(each.look) for each in sampled.subject]
+    wholes = [(judge.whole_images - overall(each.look)).norm(dim=1) for each in sampled.subject]
+    places = [int(apart.nan_to_num(torch.inf).argmin()) for apart in wholes]
+    rows = chosen_rows(values, tested, counts)
+    typical = [row for kind, row in rows if kind == "typical"]
+    chosen = [sampled.subject[row] for row in typical]
+    bases = dict(zip(typical, without([each.place for each in chosen], [each.seed for each in chosen]), strict=True))
+    for kind, row in rows:
+        each = sampled.subject[row]
+        assert each.latents is not None
+        ratio, nearest = values[row]["unlike"], images[places[row]]
+        found.append(ShownSample(kind, each.prompt, each.seed, ratio, each.latents, bases.get(row), nearest))
+    likeness = [judge.measure(each.lora)["unlike"] for each in sampled.unrelated]
+    for row in np.argsort(np.nan_to_num(likeness, nan=-np.inf))[: counts["unrelated"]]:
+        other = sampled.unrelated[row]
+        base, lora = other.latents
+        found.append(ShownSample("unrelated", prompts[other.place], other.seed, likeness[row], lora, base))
     return tuple(found)
 
 
-def relative_distances(real: Features, samples: Features) -> Values:
-    """[N, M] of N samples to M images, over the mean distance of an image to the nearest other; mean over the blocks."""
-    own = to_nearest_other(real) or {name: np.ones(1) for name in real}
-    shares = [
-        np.nan_to_num(distances(samples[name], images) / own[name].mean(), nan=np.inf) for name, images in real.items()
-    ]
-    found: Values = np.mean(shares, axis=0)
-    return found
-
-
-def chosen_rows(ratios: Values, counts: Mapping[ShownKind, int]) -> list[tuple[ShownKind, int]]:
-    """Typical ones, around the median; the nearest; and the farthest, of which each is taken once."""
-    order = [int(row) for row in np.argsort(ratios, kind="stable")]
-    copied = order[: counts["copied"]]
+def chosen_rows(
+    values: Sequence[Mapping[str, float]], tested: Tested, counts: Mapping[ShownKind, int]
+) -> list[tuple[ShownKind, int]]:
+    """Typical ones, around the middle; the nearest to an image; and the worst, of which each is taken once."""
+    beyond = [sum(is_beyond(each, tested.limits, [measure]) for measure in tested.limits) for each in values]
+    unlike = [float(np.nan_to_num(each["unlike"], nan=np.inf)) for each in values]
+    order = sorted(range(len(values)), key=lambda row: (beyond[row], unlike[row]))
+    copied = sorted(order, key=lambda row: -np.nan_to_num(values[row]["near"], nan=-np.inf))[: counts["copied"]]
     odd = [row for row in reversed(order) if row not in copied][: counts["odd"]]
     middle = sorted(range(len(order)), key=lambda place: abs(place - (len(order) - 1) / 2))
     left = [order[place] for place in middle if order[place] not in (*copied, *odd)]
@@ -128,9 +133,3 @@ def open_decoder(base: Path, costs: PhaseCosts, most: int, compute: Compute) -> 
             tile(vae)
     decode = image_decoder(vae, device)
     return lambda latents: to_image(decode(latents[None])[0])
-
-
-def to_image(pixels: Tensor) -> Image.Image:
-    """Pixels [3, H, W] in [-1, 1] as an image; NaN is gray."""
-    values = ((pixels.nan_to_num() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    return Image.fromarray(values.permute(1, 2, 0).contiguous().cpu().numpy(), "RGB")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 Outcome = Literal["passed", "refused", "unresolved"]
 LINE = 0.9  # every part's own gate lies here on the common scale
@@ -13,17 +16,22 @@ LINE = 0.9  # every part's own gate lies here on the common scale
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value with its 95 % interval (percentiles of a bootstrap, Efron 1979), and the bootstrap's draws."""
+    """A measured value with its interval, and the draws of a bootstrap (Efron 1979).
+
+    A rate also has how often something was so, and `of` how many times.
+    """
 
     value: float
     low: float
     high: float
     draws: Sequence[float] = field(default=(), repr=False, compare=False)
+    count: int | None = None
+    of: int | None = None
 
     @classmethod
-    def of_share(cls, share: float, count: int) -> Estimate:
-        """A share of `count` things with the interval of Wilson (1927), and no draws."""
-        z = 1.959964
+    def of_share(cls, share: float, count: int, level: float = 0.05) -> Estimate:
+        """A share of `count` things with the interval of Wilson (1927) at a level of error, and no draws."""
+        z = NormalDist().inv_cdf(1 - level / 2)
         middle = (share + z * z / (2 * count)) / (1 + z * z / count)
         half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
         return cls(share, max(0.0, middle - half), min(1.0, middle + half))
@@ -61,32 +69,33 @@ class Scale:
         return self.gate + (score - LINE) / (1.0 - LINE) * (self.full - self.gate)
 
 
-# In the order of the report. The thresholds were set on the planted LoRAs of zobo and fungo (docs/scores.md).
+# In the order of the report: the rates that a person would call usable. A LoRA none of whose 12 first samples is faulty reaches them.
 SCALES: Mapping[str, Scale] = {
     "works": Scale(0.0, 0.9, 1.0),
-    "learned": Scale(-0.05, 0.005, 0.05),  # of large models, good LoRAs lower the loss by a few percent
-    "faithful": Scale(0.0, 0.78, 1.0),
-    "follows_captions": Scale(0.0, 0.75, 1.0),
-    "does_not_copy": Scale(0.0, 0.5, 1.0),
-    "keeps_base": Scale(4.0, 2.4, 0.5),
-    "diverse": Scale(0.0, 0.5, 1.0),
+    "shows": Scale(0.0, 0.65, 1.0),
+    "whole": Scale(0.0, 0.5, 1.0),  # of several faults at once, each of which has its own false alarms
+    "follows_captions": Scale(0.5, 0.75, 1.0),  # half of the samples do by chance
+    "is_new": Scale(0.0, 0.65, 1.0),
+    "varied": Scale(0.0, 0.45, 1.0),  # counted in pairs, of which there are half as many
+    "stays_away": Scale(0.0, 0.6, 1.0),
+    "keeps_base": Scale(0.0, 0.5, 1.0),
 }
 
 
 NOT_COMPARED = "not_compared"  # the code of the finding where `is_compared` is false
-BY_SAMPLES = ("faithful", "follows_captions", "does_not_copy", "diverse")
 
 
 @dataclass(frozen=True)
 class VerdictPart:
     """One part of the verdict. `measure` is in the part's own unit; None where it was not measured, for a `reason`, with a `fix`
-    where it could be.
+    where it could be. Nothing passes without a part that `is_needed`.
     """
 
     name: str
     measure: Estimate | None
     reason: str = ""
     fix: str = ""
+    is_needed: bool = False
 
     @property
     def scores(self) -> tuple[float, float, float]:
@@ -112,7 +121,13 @@ class VerdictPart:
         if self.measure is None:
             return {"value": None, "low": None, "high": None, "measured": False, "reason": self.reason}
         value, low, high = self.scores
-        own = {"own_value": self.measure.value, "own_low": self.measure.low, "own_high": self.measure.high}
+        own: dict[str, Any] = {
+            "own_value": self.measure.value,
+            "own_low": self.measure.low,
+            "own_high": self.measure.high,
+        }
+        if self.measure.of is not None:
+            own |= {"count": self.measure.count, "of": self.measure.of}
         return {
             "value": value,
             "low": low,
@@ -134,17 +149,14 @@ def score_of(parts: Mapping[str, VerdictPart]) -> float:
 
 
 def outcome_of(parts: Mapping[str, VerdictPart], minimum: float = LINE) -> Outcome:
-    """Refused where a part surely is, unresolved where a part is undecided, else passed.
-
-    A LoRA whose samples were not compared with images is unresolved: a lower loss alone says little, because wrong captions
-    lower it as much as right ones.
-    """
+    """Refused where a part surely is, unresolved where a part is undecided or a needed one was not measured, else passed."""
     found = [part.outcome(minimum) for part in parts.values()]
     if "refused" in found:
         return "refused"
-    return "unresolved" if "unresolved" in found or not is_compared(parts) else "passed"
+    lacking = any(part.measure is None and part.is_needed for part in parts.values())
+    return "unresolved" if "unresolved" in found or lacking or not is_compared(parts) else "passed"
 
 
 def is_compared(parts: Mapping[str, VerdictPart]) -> bool:
-    """Whether samples were compared with images: `faithful` was measured."""
-    return "faithful" in parts and parts["faithful"].measure is not None
+    """Whether samples were compared with images: `shows` was measured."""
+    return "shows" in parts and parts["shows"].measure is not None

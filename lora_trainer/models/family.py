@@ -219,20 +219,6 @@ class LoadDenoiser(Protocol):
 
 
 @dataclass(frozen=True)
-class FeatureBlock:
-    """A module whose output describes an image, averaged over `grid` x `grid` cells.
-
-    The output is a tensor [B, C, h, w], or tokens [B, n, C], each of `patch` x `patch` latents: the image's first, or
-    with `text_first` the image's last.
-    """
-
-    module: nn.Module
-    grid: int = 1
-    patch: int = 1
-    text_first: bool = False
-
-
-@dataclass(frozen=True)
 class DenoiserSpec:
     """The denoiser: what training, the memory plan and benchmarks need of it.
 
@@ -241,7 +227,6 @@ class DenoiserSpec:
     weights. `make_process` takes a folder and returns its noise schedule or flow. `predict` takes the denoiser, noisy
     latents [B, C, h, w], t [B], text embeddings and sizes [B, 6], and returns the prediction [B, C, h, w]. Of an edit model
     the embeddings have the latents of control images beside them (`core/conditioning.py`), each [B, C, h, w] of its own size.
-    `features` takes the denoiser and returns the blocks whose outputs tell images apart, by a name of their own.
     `lora_targets` maps `attention` and `attention+ff` to patterns of module names. `thin` takes a config and returns
     one of the same kinds of blocks with a few percent of the weights, as `thinness` describes. `unread` takes the
     denoiser and returns the modules whose output nothing reads, besides those that attention itself shows.
@@ -252,7 +237,6 @@ class DenoiserSpec:
     make: Callable[[Mapping[str, Any]], nn.Module]
     make_process: Callable[[Path], Process]
     predict: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
-    features: Callable[[nn.Module], Mapping[str, FeatureBlock]]
     lora_targets: Mapping[str, tuple[str, ...]]
     thin: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     thinness: str

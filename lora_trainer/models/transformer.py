@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import drawing_vae, vae_facts
-from lora_trainer.models.family import FeatureBlock, LoadDenoiser, LoadTexts, ModelFacts
+from lora_trainer.models.family import LoadDenoiser, LoadTexts, ModelFacts
 from lora_trainer.models.flow_schedule import make_scheduler, read_flow_schedule
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.t5 import check_t5_tokenizer
-from lora_trainer.models.unet import FEATURE_GRID, caption_tokens
+from lora_trainer.models.unet import caption_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -170,23 +170,3 @@ def token_places(latents: Tensor, axes: int, number: int = 0) -> Tensor:
     places[..., 1] += torch.arange(rows, device=latents.device)[:, None]
     places[..., 2] += torch.arange(columns, device=latents.device)
     return places.flatten(0, 1)
-
-
-def block_features(
-    name: str, *, text_first: bool = False, patch: int = PATCH
-) -> Callable[[nn.Module], Mapping[str, FeatureBlock]]:
-    """A function that names the blocks whose outputs tell images apart, of the denoiser's list `name`.
-
-    They are the middle one, as one mean, and one of three quarters, on a grid. `text_first`: their outputs hold the
-    text's tokens, too, before the image's. A token is `patch` by `patch` latents.
-    """
-
-    def features(denoiser: nn.Module) -> dict[str, FeatureBlock]:
-        blocks = cast("nn.ModuleList", getattr(denoiser, name))
-        middle, after = blocks[len(blocks) // 2], blocks[3 * len(blocks) // 4]
-        return {
-            "middle": FeatureBlock(middle, 1, patch, text_first),
-            "after": FeatureBlock(after, FEATURE_GRID, patch, text_first),
-        }
-
-    return features

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.models.autoencoder import levels, vae_facts
-from lora_trainer.models.family import FeatureBlock, ModelFacts
+from lora_trainer.models.family import ModelFacts
 from lora_trainer.models.folder import check_components, read_config, tokenizer_of, whole_number
 from lora_trainer.models.frozen import load_frozen, load_tokenizer_folder
 from lora_trainer.models.noise_schedule import is_few_step, read_noise_schedule
@@ -24,7 +24,6 @@ LEAST_TOKENS, MOST_TOKENS = 3, 4096  # start, a word and end
 THINNER = 5  # a fifth of the width is about a twenty-fifth of the weights
 THINNESS = "a fifth of its width"
 LARGEST_SIDE = 1024
-FEATURE_GRID = 3  # cells a side
 SD2_TEXT_WIDTH = 1024  # 1.x and 2.x share a pipeline; their text encoders do not
 ATTENTION = tuple(f"*.attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 FEED_FORWARD = tuple(f"*.attentions.*.{name}" for name in ("ff.net.0.proj", "ff.net.2"))
@@ -157,9 +156,3 @@ def thin(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("attention_head_dim"), list):  # which holds numbers of heads
         thinned["attention_head_dim"] = fifth(config["attention_head_dim"])
     return thinned
-
-
-def features(denoiser: nn.Module) -> dict[str, FeatureBlock]:
-    """The modules whose outputs tell images apart: the middle, as one mean, and the first block after it, on a grid."""
-    unet = cast("Any", denoiser)
-    return {"middle": FeatureBlock(unet.mid_block), "after": FeatureBlock(unet.up_blocks[0], FEATURE_GRID)}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.part_words import WORDS
@@ -14,6 +12,10 @@ from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
 from lora_trainer.report.read import RunReport, mapping, number, text, whole
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 from lora_trainer.run_folder.record import step_files
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 Tone = Literal["good", "fair", "bad", "open"]
 FULL_STRENGTH = "1.0"
@@ -114,7 +116,7 @@ def finished(run: RunReport) -> Verdict:
 
 
 def why_passed(run: RunReport, parts: tuple[PartInterval, ...]) -> tuple[Reason, ...]:
-    """How many parts passed, and which is the weakest."""
+    """The rates of the samples, and how many parts passed."""
     least = weakest(parts)
     if least is None or least.value is None:
         return ()
@@ -123,8 +125,10 @@ def why_passed(run: RunReport, parts: tuple[PartInterval, ...]) -> tuple[Reason,
         return (Reason("No minimum was set (gates.lora=0), so nothing could refuse it.", "Look at its parts below."),)
     measured = sum(part.value is not None for part in parts)
     count = f"All {measured} parts that were measured are" if measured > 1 else "The part that was measured is"
-    lowest = f" The lowest: {least.title.lower()}, {least.value:.2f}." if least.value < 1 else ""
-    return (Reason(f"{count} above the minimum of {gate:.2f}.{lowest}"),)
+    rates = [
+        part.about.partition(" (")[0] for part in parts if part.name in ("shows", "whole", "is_new") and part.about
+    ]
+    return (Reason(f"{'; '.join(rates)}." if rates else f"{count} above their minimum."),)
 
 
 def below_minimum(run: RunReport) -> tuple[Reason, ...]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
-from lora_trainer.evaluation.lora_report import BASE_FEATURES
+from lora_trainer.evaluation.lora_report import NO_ENCODER
 from lora_trainer.monitor.progress_line import duration
 from lora_trainer.report.chart import Chart, ChartLine, Mark, Point, make_chart, short, smoothed
 from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import RunReport, column, mapping, number
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 WAITS = ("waiting for data", "waiting for checkpoints")  # in a comparison; the page of a run has them as targets
 STYLES = "abcdef"  # line styles of a comparison: color and dashes
@@ -215,8 +218,8 @@ def lora_numbers(run: RunReport) -> list[str]:
             " The curve of the training uses other noise, so its numbers differ."
         )
     encoder = run.record.lora.get("encoder")
-    if isinstance(encoder, str) and encoder != BASE_FEATURES:
-        sentences.append(f"Images were compared by {encoder}, not by the base model's own features.")
+    if isinstance(encoder, str) and encoder != NO_ENCODER:
+        sentences.append(f"Images were also compared by {encoder}.")
     if (drift := number(numbers.get("drift"))) is not None:
         sentences.append(f"For prompts that are not about the subject, predictions change by {percent(drift)}.")
     if (largest := number(health.get("largest"))) is not None:

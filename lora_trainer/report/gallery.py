@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.report.chart import short
 from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import Image, RunReport, images_of, mapping, number, sequence, text, whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from lora_trainer.report.verdict_parts import PartInterval
 
 COMPARED_RECIPE = re.compile(r"compared(?:-step-(\d+))?\.json")  # of images with each candidate
@@ -98,23 +98,23 @@ class KindOfSample:
 KINDS: Mapping[str, KindOfSample] = {
     "copied": KindOfSample(
         "Could these be copies?",
-        "Nearest to an image of the dataset, next to that image. Two images of the dataset have a distance of 1; near 0 the"
-        " sample is a copy.",
-        "does_not_copy",
+        "The sample that is nearest to an image of the dataset, next to the image that is most like it.",
+        "is_new",
     ),
     "odd": KindOfSample(
-        "Least like the dataset",
-        "Farthest from every image of the dataset, next to the nearest one. Look for a wrong subject, distortion or noise.",
-        "faithful",
+        "The worst samples",
+        "With the most faults, and least like the dataset, next to the image that is most like them. Look for a wrong subject,"
+        " distortion or noise.",
+        "shows",
     ),
     "unrelated": KindOfSample(
         "Prompts about other things",
-        "Nothing to do with the dataset, and changed most by the LoRA. It should not turn them into its subject.",
-        "keeps_base",
+        "Nothing to do with the dataset; with the LoRA these are most like it. It should not turn them into its subject.",
+        "stays_away",
     ),
     "typical": KindOfSample(
         "Typical samples",
-        "Of the dataset's captions, at a middle distance from its images.",
+        "Of the dataset's captions, neither the best nor the worst.",
         "follows_captions",
     ),
 }
@@ -188,10 +188,9 @@ def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
     elif row.get("nearest"):
         sides.append((f"dataset: {named}", kept_file(run, row, "nearest")))
     ratio, about = number(row.get("ratio")), ""
-    if ratio is not None and row.get("kind") == "unrelated":
-        about = f"moved {short(ratio)} times as far as another seed moves it"
-    elif ratio is not None:
-        about = f"distance {ratio:.2f}" + (f" from {named}" if row.get("base") and named else "")
+    if ratio is not None:
+        about = f"{ratio:.2f} times as unlike the dataset as its images are to each other"
+        about += f"; most like {named}" if row.get("base") and named else ""
     return ImagePair(text(row.get("prompt")), whole(row.get("seed")) or 0, tuple(sides), about)
 
 

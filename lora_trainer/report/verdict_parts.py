@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.verdict import LINE, Estimate, outcome_within
-from lora_trainer.report.read import mapping, number, text
+from lora_trainer.report.read import mapping, number, text, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 PartOutcome = Literal["passed", "refused", "unresolved", "not measured"]
 # How an outcome is called on the page.
@@ -22,9 +24,9 @@ OUTCOMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class PartInterval:
-    """A part on the common scale with its 95 % interval; `value` is None where it was not measured.
+    """A part's rate with its interval and `gate`, in [0, 1]; `value` is None where it was not measured.
 
-    `about` is its value in its own unit with its own gate, empty for a part without a unit, or why it was not measured.
+    `shown` is the rate in a word, `about` the sentence with the gate, empty for a part without a unit, or why it was not measured.
     """
 
     name: str
@@ -35,6 +37,9 @@ class PartInterval:
     high: float
     outcome: PartOutcome
     about: str
+    gate: float | None = None
+    shown: str = ""
+    score: float = 0.0  # on the scale that all parts share
 
     @property
     def outcome_name(self) -> str:
@@ -56,9 +61,18 @@ def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
             )
             continue
         own = [each for key in ("own_value", "own_low", "own_high") if (each := number(part.get(key))) is not None]
-        has_unit = words and words.unit and len(own) == 3
-        about = own_value(name, Estimate(own[0], own[1], own[2]), number(part.get("gate"))) if has_unit else ""
-        yield PartInterval(name, title, question, value, low, high, outcome_within(low, high, gate), about)
+        counts = whole(part.get("count")), whole(part.get("of"))
+        has_unit = words and words.unit and len(own) == 3 and counts[1] is not None
+        measure = Estimate(own[0], own[1], own[2], (), *counts) if has_unit else None
+        least = number(part.get("gate"))
+        about = own_value(name, measure, least) if measure else ""
+        outcome = outcome_within(low, high, gate)  # on the common scale
+        if measure is None or words is None:
+            word = ("yes" if value else "no") if name == "works" else f"{value:.2f}"
+            yield PartInterval(name, title, question, value, low, high, outcome, about, gate, word, value)
+            continue
+        shown = words.written(measure.value) if counts[1] is None else f"{counts[0]} of {counts[1]}"
+        yield PartInterval(name, title, question, own[0], own[1], own[2], outcome, about, least, shown, value)
 
 
 def gate_of(lora: Mapping[str, Any]) -> float:
@@ -69,5 +83,5 @@ def gate_of(lora: Mapping[str, Any]) -> float:
 
 def weakest(parts: tuple[PartInterval, ...]) -> PartInterval | None:
     """The measured part with the least score, which is the LoRA's; None where none is measured."""
-    measured = [(part.value, part.low, index) for index, part in enumerate(parts) if part.value is not None]
+    measured = [(part.score, part.low, index) for index, part in enumerate(parts) if part.value is not None]
     return parts[min(measured)[-1]] if measured else None

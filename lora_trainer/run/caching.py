@@ -329,6 +329,11 @@ def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:
     return [tuple(islice(keys, len(views))) for views in (*inputs.train_plan.views, *inputs.validation_plan.views)]
 
 
+def is_mirrored(config: Config) -> bool:
+    """Whether images of the dataset are trained mirrored too."""
+    return config.data.flip or any(source.flip for source in config.data.sources)
+
+
 def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealImages:
     """The images that losses are measured on and samples compared with, in their plain variants, with their canonical
     captions."""
@@ -357,4 +362,4 @@ def measured_images(config: Config, inputs: Inputs, plans: CachePlans) -> RealIm
         for index, entry, caption_keys in zip(indices, latents, keyed, strict=True)
     ]
     kept = sum(index < len(inputs.train) for index in indices)
-    return RealImages(encoded[:kept], encoded[kept:])
+    return RealImages(encoded[:kept], encoded[kept:], is_mirrored=is_mirrored(config))

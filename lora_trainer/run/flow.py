@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -26,10 +24,10 @@ from lora_trainer.data.sample_counts import never_trained, write_sample_counts
 from lora_trainer.data.steps import StepArithmetic, micro_shapes
 from lora_trainer.diffusion.loss import WEIGHTINGS
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.encoder_features import load_encoder
 from lora_trainer.evaluation.lora_check import LoraGate
 from lora_trainer.evaluation.lora_report import NOTHING_ELSE, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
+from lora_trainer.evaluation.seeing import load_encoder
 from lora_trainer.evaluation.tracking import Pairs, caption_margins, plan_pairs
 from lora_trainer.evaluation.validation_loss import (
     ValidationLoss,
@@ -103,6 +101,9 @@ from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.texts import encode_validation_captions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.monitor.tracker_thread import TrackerThreads
     from lora_trainer.run.order import Order

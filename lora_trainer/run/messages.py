@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.config.contradictions import from_user
@@ -24,6 +22,9 @@ from lora_trainer.run.inputs import LATENT_BYTES, Inputs, caption_rules, latent_
 from lora_trainer.run_folder.record import RECORD
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from rich.console import Console
 
     from lora_trainer.data.sample import Sample
@@ -403,11 +404,14 @@ def describe_stop(order: Order, record: Record) -> str:
 
 
 def lora_line(report: LoraReport) -> str:
-    """`LoRA: passed, score 0.93 (minimum 0.90); lowest part: diverse`, the outcome as the report calls it."""
-    measured = [part for part in report.parts.values() if part.measure is not None]
-    least = min(measured, key=lambda part: part.scores, default=None)
-    lowest = "" if least is None or least.scores[0] == 1.0 else f"; lowest part: {WORDS[least.name].title.lower()}"
-    return f"LoRA: {report.outcome}, score {report.score:.2f} (minimum {report.gate:.2f}){lowest}"
+    """`LoRA: passed; 41 of 48 samples show it; …`, the parts with the least scores first."""
+    counted_parts = [part for part in report.parts.values() if part.measure is not None and part.measure.of is not None]
+    rates = [
+        WORDS[part.name].unit.format(f"{part.measure.count} of {part.measure.of}")
+        for part in sorted(counted_parts, key=lambda part: part.scores)
+        if part.measure is not None
+    ]
+    return "; ".join([f"LoRA: {report.outcome}", *rates])
 
 
 def readers(lora: Path) -> str:

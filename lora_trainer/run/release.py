@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +33,7 @@ from lora_trainer.optim.schedules import first_swa_step, warmup_length
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
+from lora_trainer.run.round_trip import kept_decibels
 from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
 from lora_trainer.run_folder.record import step_files
 from lora_trainer.training.build import trained_process
@@ -42,6 +41,9 @@ from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
     from lora_trainer.config.schema import Config
     from lora_trainer.data.sample import Sample
     from lora_trainer.diffusion.process import Process
@@ -274,6 +276,7 @@ def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate)
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
+    images = replace(images, decibels=kept_decibels(inputs.facts, inputs.train, inputs.train_plan.views))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:

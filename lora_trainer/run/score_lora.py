@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
@@ -20,6 +19,8 @@ from lora_trainer.run.inputs import data_in_use, measured_among, read_inputs, re
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lora_trainer.config.schema import Config
     from lora_trainer.data.sample import Sample
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -81,14 +82,15 @@ def _evaluate(
     import torch
 
     from lora_trainer.evaluation.compute import Compute
-    from lora_trainer.evaluation.encoder_features import load_encoder
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora, refused_unloaded
     from lora_trainer.evaluation.placing import with_less
+    from lora_trainer.evaluation.seeing import load_encoder
     from lora_trainer.models.lora_names import read_adapter_with_tokens
-    from lora_trainer.run.caching import cache_folder
+    from lora_trainer.run.caching import cache_folder, is_mirrored
     from lora_trainer.run.choices import evaluated_on, usable_bytes
     from lora_trainer.run.encoding import encode_by_base
+    from lora_trainer.run.round_trip import kept_decibels
 
     family, facts = read_model(config)
     if report := refused_unloaded(read_adapter_with_tokens(path), facts.path, family, config.gates.lora):
@@ -102,7 +104,8 @@ def _evaluate(
     except DatasetRefused as refused:
         raise UsageError(refused.problems) from refused
     trained_on = sum(sample.content not in measured.unseen for sample in measured.samples)
-    images = RealImages(encoded[:trained_on], encoded[trained_on:])
+    decibels = kept_decibels(facts, measured.samples, measured.plan.views)
+    images = RealImages(encoded[:trained_on], encoded[trained_on:], decibels, is_mirrored(trained or config))
     check = config.gates.lora_check
     effort = check if check in LORA_CHECKS else "full"  # the command was requested, so "off" measures too
     gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))

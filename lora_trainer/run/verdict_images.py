@@ -17,7 +17,8 @@ from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.lora_check import plain_caption
 from lora_trainer.evaluation.placing import with_less
-from lora_trainer.evaluation.shown_samples import ShownSample, open_decoder, to_image
+from lora_trainer.evaluation.seeing import to_image
+from lora_trainer.evaluation.shown_samples import ShownSample, open_decoder
 from lora_trainer.models.memory.phases import phase_costs
 from lora_trainer.run.choices import usable_bytes
 

@@ -342,7 +342,7 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str], t
         (["train", "--max-epochs", "3"], "--set train.max_epochs=3"),
         (["train", "--max_steps", "3"], "Did you mean --max-steps"),
         (["check", "--sett", "lora.rank=3"], "Did you mean --set"),
-        (["validate"], "The following arguments are required: LORA."),
+        (["validate"], "No LoRA file is named."),
         (["sample", "a.safetensors", "--seed", "x"], "error: --seed x is not a whole number.\n"),
         (["sample", "a.safetensors", "--strength", "a b"], "error: --strength a b is not a number.\n"),
         (["sample", "a.safetensors", "--recipe", __file__], "as a recipe: it is not JSON."),

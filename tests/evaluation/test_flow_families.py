@@ -34,7 +34,8 @@ def test_fused_files_are_evaluated_and_sampled(
     weights = random_lora(family.denoiser.load(base, torch.float32, CPU), size=0.3)
     modules = {f"transformer.{key.partition('.')[2]}": pair for key, pair in weights.modules.items()}
     written = write_lora(tmp_path, "cat", type(weights)(modules), facts(), FileLayout(names=names_of(family)))
-    assert check_lora(written[0], base, family, RealImages(), LoraGate(check="lite", prompts=("a ring",))).score
+    report = check_lora(written[0], base, family, RealImages(), LoraGate(check="lite", prompts=("a ring",)))
+    assert report.parts["works"].outcome() == "passed"
     flags = ("--prompt", "a ring", "--size", "64x32", "--output", str(tmp_path / "out"))
     assert main(["sample", str(written[0]), "--model", str(base), *flags, "--num-inference-steps", "2"]) == 0
     recipe = json.loads((tmp_path / "out" / "cat_before_after.json").read_text(encoding="utf-8"))

@@ -22,13 +22,22 @@ from lora_trainer.core.io import read_json
 from lora_trainer.evaluation import lora_check, sample
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.evidence import Effort, RealImages
-from lora_trainer.evaluation.lora_check import ADDED_WORDS, LoraGate, check_lora, places_of, with_added_words
+from lora_trainer.evaluation.faults import FAULTS
+from lora_trainer.evaluation.lora_check import (
+    ADDED_WORDS,
+    LoraGate,
+    check_lora,
+    not_comparable,
+    places_of,
+    with_added_words,
+)
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.prediction import in_parts
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.sample import Where, compare
+from lora_trainer.evaluation.sample_rates import BY_SAMPLES
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
-from lora_trainer.evaluation.verdict import BY_SAMPLES, LINE, SCALES, VerdictPart
+from lora_trainer.evaluation.verdict import LINE, SCALES, VerdictPart
 from lora_trainer.export.lora_file import read_lora, write_lora
 from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
 from lora_trainer.models.drawing import read_prompts
@@ -95,9 +104,9 @@ def test_a_trained_lora_is_measured_in_every_part(trained: Path, base: Path, sam
         assert part["measured"] is (report.parts[name].measure is not None)
         assert not part["measured"] or 0 <= part["low"] <= part["value"] <= part["high"] <= 1
     assert document["parts"]["works"]["value"] == 1.0
-    learned = report.parts["learned"].measure
-    assert learned is not None
-    assert 0 < learned.low < learned.value < learned.high
+    learning = document["numbers"]["learning"]
+    assert 0 < learning["low"] < learning["mean"] < learning["high"]
+    assert {name for name, (_, of) in document["numbers"]["judge"]["found"].items() if of} == set(FAULTS)
     lowest = min(part["value"] for part in document["parts"].values() if part["measured"])
     assert document["score"] == round(lowest, 4)
     again = check(trained.with_name("trained.diffusers.safetensors"), base, images)
@@ -112,11 +121,19 @@ def test_where_captions_are_alike_half_of_the_prompts_have_words_added(samples: 
     assert with_added_words(weighted)[0].caption == (("a zobo", 1.2), (ADDED_WORDS[0], 1.0))
     assert with_added_words([*alike, replace(samples[0], caption="a red zobo")]) == []
     assert with_added_words(alike[:3]) == []
-    places = places_of(range(8), 6, 10)
-    assert [place >= 6 for place in places] == [False, True] * 4
+    places = places_of(range(16), 6, 10)
+    assert [place >= 6 for place in places] == [False, False, True, True] * 4
     assert {place for place in places if place >= 6} == {6, 7, 8, 9}
-    assert set(places_of(range(12), 6, 10)) == set(range(10)), "all images, also of an even number"
-    assert set(places_of(range(6), 6, 6)) == set(range(6))
+    assert set(places_of(range(24), 6, 10)) == set(range(10)), "all images, also of an even number"
+    assert set(places_of(range(12), 6, 6)) == set(range(6))
+
+
+@pytest.mark.parametrize(("images", "prompts"), [(4, 4), (6, 10), (22, 22)])
+def test_two_seeds_have_one_prompt(images: int, prompts: int) -> None:
+    places = places_of(range(48), images, prompts)
+    assert places[0::2] == places[1::2]
+    assert places[:12] == places_of(range(12), images, prompts)
+    assert places[12:24] == places_of(range(12, 24), images, prompts), "rounds are counted on"
 
 
 @pytest.mark.slow
@@ -155,17 +172,15 @@ def test_what_is_not_measured_is_named_and_leaves_the_score(
     trained: Path, base: Path, samples: list[EncodedSample]
 ) -> None:
     itself = check(trained, base, RealImages(samples))
-    assert itself.parts["learned"].measure is None
-    assert "learned_not_measured" in codes(itself)
+    assert itself.numbers["learning"] is None
     few = check(trained, base, RealImages(samples[:3]))
-    assert "learned_not_measured" in codes(few)
-    assert "3 images of the dataset, and at least 4 are needed" in few.parts["faithful"].reason
     none = check(trained, base, RealImages())
-    assert [name for name, part in none.parts.items() if part.measure] == ["works", "keeps_base"]
+    assert few.parts["shows"].reason != none.parts["shows"].reason
     for report, fix in ((few, "Add images"), (none, "--data")):
+        assert report.parts["works"].measure
+        assert not any(report.parts[name].measure for name in BY_SAMPLES)
         (finding,) = (each for each in report.findings if each.code == "not_compared")
-        assert report.parts["faithful"].reason in finding.message
-        assert "Not measured: " in finding.message
+        assert report.parts["shows"].reason in finding.message
         assert fix in finding.fix
         assert not {f"{name}_not_measured" for name in BY_SAMPLES} & codes(report)
         assert report.outcome != "passed"
@@ -189,9 +204,9 @@ def test_the_planned_forward_passes_are_exact_in_every_round_and_without_what_is
         assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
         assert seen[-1] == (len(seen), len(seen)) == (report.cost.forward_passes,) * 2
         complete = [done for done, total in seen if done == total]
-        assert len(complete) == 2  # at the end of each round
+        assert len(complete) == 3  # at the end of each round, and of the samples that are shown without the LoRA
         if not counts:  # nothing is cached: the total of a round is known at its start
-            assert len({total for done, total in seen if done > complete[0]}) == 1
+            assert len({total for done, total in seen if complete[0] < done <= complete[1]}) == 1
         counts.append(len(seen))
     assert counts[1] < counts[0]
 
@@ -208,8 +223,8 @@ def test_untrained(base: Path, samples: list[EncodedSample], tmp_path: Path) -> 
 def test_ruined(base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
     weights = random_lora(FAMILY.denoiser.load(base, torch.float32, CPU), size=3.0)
     report = check(write_lora(tmp_path, "wild", weights, facts())[0], base, RealImages(samples[:4], samples[4:]))
-    assert report.outcome == "refused"
-    assert {"learned", "drift", "large_update"} <= codes(report)
+    assert report.outcome != "passed"
+    assert {"drift", "large_update"} <= codes(report)
 
 
 def test_nan_scores_nothing(trained: Path, base: Path, samples: list[EncodedSample], tmp_path: Path) -> None:
@@ -296,7 +311,7 @@ def test_encoders_of_the_gate_are_freed_before_the_pipeline_loads(trained: Path,
         encoders=replace(FAMILY.encoders, load=load_encoders),
         pipeline=replace(FAMILY.pipeline, make=make_pipeline),
     )
-    assert check(trained, base, RealImages(), family=family).score
+    assert check(trained, base, RealImages(), family=family).parts["works"].outcome() == "passed"
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 2), ("cuda", 1)])
@@ -367,4 +382,19 @@ def test_a_second_verdict_reads_what_depends_on_the_base_alone(
     assert documents[0]["parts"] == documents[1]["parts"] == documents[2]["parts"]
     assert documents[0]["numbers"] == documents[2]["numbers"]
     assert first.cost.forward_passes == plain.cost.forward_passes
-    assert second.cost.forward_passes < 0.5 * plain.cost.forward_passes
+    assert second.cost.forward_passes < plain.cost.forward_passes
+
+
+def test_images_that_the_autoencoder_does_not_keep_leave_the_verdict_open(
+    trained: Path, base: Path, samples: list[EncodedSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_check, "LEAST_DECIBELS", 24.0)
+    kept, lost = (not_comparable(RealImages(samples, decibels=decibels)) for decibels in (24.0, 23.9))
+    assert kept is None
+    assert lost is not None
+    report = check(trained, base, RealImages(samples[:4], samples[4:], 23.9))
+    assert not any(report.parts[name].measure for name in BY_SAMPLES)
+    assert report.outcome != "passed"
+    assert "not_compared" in codes(report)
+    assert (report.numbers["judge"], report.cannot_tell) == (None, ())
+    assert report.numbers["images"]["decibels"] == 23.9

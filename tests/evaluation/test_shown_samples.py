@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,27 +10,57 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.evidence import SamplePair, Sides
-from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, ShownSample, choose_shown, to_image
+from lora_trainer.evaluation.judge import Judge
+from lora_trainer.evaluation.judge import Tested as JudgeTested
+from lora_trainer.evaluation.looks import Look
+from lora_trainer.evaluation.sample_rates import DrawnSample, Unrelated
+from lora_trainer.evaluation.seeing import to_image
+from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, ShownSample, choose_shown
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.verdict_images import write_verdict_images
 from tests.recipes.recipe import draw_images
 
-# Images of the dataset at 0, 1, 2 …: each is 1 from the nearest other.
-REAL = {"line": torch.arange(8.0)[:, None]}
 IMAGES = [EncodedSample(str(place), torch.zeros(1), {}, torch.zeros(6), f"caption {place}") for place in range(8)]
+TESTED = JudgeTested({"unlike": 1.5}, {}, {})
 
 
-def sides(places: list[float], base: list[float] | None = None) -> Sides:
+class LineJudge(Judge):
+    """The dataset's images are at 0, 1, 2 … 7 of a line: a sample is as unlike them as it is far from the nearest."""
+
+    def __init__(self) -> None:
+        self.whole_images = torch.arange(8.0)[:, None]
+
+    def measure(self, look: Look, without: Collection[int] = ()) -> dict[str, float]:
+        assert look.features is not None
+        far = float((self.whole_images - look.features).abs().amin())
+        return {"unlike": far, "near": -far}
+
+
+def look_of(place: float) -> Look:
+    return Look({}, 1.0, 1.0, torch.tensor([place]))
+
+
+def sampled(subject: Sequence[float], unrelated: Sequence[float]) -> Sampled:
     """Samples at these places of the line, of the captions in order."""
-    features = {"line": torch.tensor(places)[:, None]}
-    start = {"line": torch.tensor(base or [0.0] * len(places))[:, None]}
-    pairs = tuple(SamplePair(seed, torch.zeros(1), torch.full((1,), place)) for seed, place in enumerate(places))
-    return Sides(tuple(range(len(places))), start, {"line": start["line"] + 1.0}, features, pairs)
+    drawn = [
+        DrawnSample(f"caption {seed}", seed, seed, look_of(place), torch.full((1,), place))
+        for seed, place in enumerate(subject)
+    ]
+    others = [
+        Unrelated(seed, seed, look_of(100.0), look_of(101.0), look_of(place), (torch.zeros(1), torch.full((1,), place)))
+        for seed, place in enumerate(unrelated)
+    ]
+    return Sampled(others, drawn, LineJudge(), TESTED)
+
+
+def without(places: Sequence[int], seeds: Sequence[int]) -> list[Tensor]:
+    """The base's samples of the same prompts and seeds."""
+    return [torch.tensor([place + seed / 100]) for place, seed in zip(places, seeds, strict=True)]
 
 
 def pixels_of(path: Path) -> NDArray[np.uint8]:
@@ -38,28 +69,33 @@ def pixels_of(path: Path) -> NDArray[np.uint8]:
 
 
 def test_copies_odd_ones_and_those_between_are_chosen_once_each() -> None:
-    sampled = Sampled(sides([0.5, 3.0, 1.0]), sides([0.5, 3.1, 9.0, 4.4, 12.0, 2.3, 6.25]), REAL)
-    shown = choose_shown(sampled, IMAGES, ["a", "b", "c"], {"typical": 1, "copied": 2, "odd": 2, "unrelated": 2})
-    found = {kind: [each.seed for each in shown if each.kind == kind] for kind in SHOWN["full"]}
-    assert found == {"typical": [3], "copied": [1, 6], "odd": [4, 2], "unrelated": [1, 2]}
+    found = sampled([0.5, 3.1, 9.0, 4.4, 12.0, 2.3, 6.25], [20.0, 3.25, 9.0])
+    counts = {"typical": 1, "copied": 2, "odd": 2, "unrelated": 2}
+    shown = choose_shown(found, IMAGES, ["a", "b", "c"], counts, without)  # type: ignore[arg-type]
+    seeds = {kind: [each.seed for each in shown if each.kind == kind] for kind in SHOWN["full"]}
+    assert seeds == {"typical": [3], "copied": [1, 6], "odd": [4, 2], "unrelated": [1, 2]}
     copied = next(each for each in shown if each.kind == "copied")
     assert (copied.prompt, copied.nearest) == ("caption 1", IMAGES[3])
     assert copied.ratio == pytest.approx(0.1)
     assert copied.base is None, "next to the dataset's image, not to the base's"
-    moved = next(each for each in shown if each.kind == "unrelated")
-    assert (moved.prompt, moved.ratio, moved.nearest) == ("b", 3.0, None)
+    typical = next(each for each in shown if each.kind == "typical")
+    assert typical.base is not None
+    assert typical.base.item() == pytest.approx(3.03), "the base's of the same prompt and seed"
+    leaked = next(each for each in shown if each.kind == "unrelated")
+    assert (leaked.prompt, leaked.ratio, leaked.nearest) == ("b", 0.25, None)
+    assert leaked.base is not None
 
 
 def test_samples_that_are_not_finite_are_the_odd_ones() -> None:
     places = [0.5, float("nan"), 2.3]
-    shown = choose_shown(Sampled(sides(places), sides(places), REAL), IMAGES, ["a", "b", "c"], SHOWN["lite"])
+    shown = choose_shown(sampled(places, places), IMAGES, ["a", "b", "c"], SHOWN["lite"], without)
     assert [(each.kind, each.seed) for each in shown] == [("copied", 2), ("odd", 1), ("unrelated", 1)]
     assert to_image(torch.full((3, 2, 2), float("nan"))).getpixel((0, 0)) == (128, 128, 128)
 
 
-def test_without_images_only_unrelated_samples_are_shown() -> None:
-    shown = choose_shown(Sampled(sides([1.0, 2.0])), [], ["a", "b"], SHOWN["full"])
-    assert [each.kind for each in shown] == ["unrelated", "unrelated"]
+def test_without_images_to_compare_with_samples_of_other_prompts_are_shown() -> None:
+    (shown,) = choose_shown(Sampled(sampled([], [1.0]).unrelated), [], ["a", "b"], SHOWN["full"], without)
+    assert (shown.kind, shown.prompt, shown.nearest) == ("unrelated", "a", None)
 
 
 @pytest.mark.parametrize("check", ["full", "lite"])

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.cli.validate import part_lines
 from lora_trainer.core.findings import Finding
-from lora_trainer.evaluation.lora_findings import leak_findings, part_findings
+from lora_trainer.evaluation.lora_findings import cannot_tell_findings, part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
-from lora_trainer.evaluation.verdict import LINE, SCALES, Estimate, VerdictPart, outcome_of, score_of
+from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED, SCALES, Estimate, VerdictPart, outcome_of, score_of
 
 VALUES = st.floats(-10.0, 10.0)
 
@@ -55,62 +54,74 @@ def test_a_scale_is_monotone_in_0_to_1_with_the_line_at_its_gate(name: str, one:
 
 
 @pytest.mark.parametrize(
-    ("scores", "outcome"),
+    ("scores", "outcome", "notes"),
     [
-        ({}, "passed"),
-        ({"learned": (0.85, 0.95)}, "unresolved"),
-        ({"learned": (0.85, 0.95), "diverse": (0.1, 0.8)}, "refused"),
-        ({"keeps_base": (0.2, 0.5)}, "refused"),
-        ({"faithful": None}, "unresolved"),
-        ({"learned": None}, "passed"),
-        ({"learned": None, "faithful": None}, "unresolved"),
-        ({"works": 0.0}, "refused"),
+        ({}, "passed", ()),
+        ({"whole": (0.85, 0.95)}, "unresolved", ("whole",)),
+        ({"whole": (0.85, 0.95), "varied": (0.1, 0.8)}, "refused", ("whole", "varied")),
+        ({"keeps_base": (0.2, 0.5)}, "refused", ("keeps_base",)),
+        ({"shows": None}, "unresolved", (NOT_COMPARED,)),
+        ({"varied": None}, "passed", ("varied_not_measured",)),
+        ({"shows": None, "varied": None}, "unresolved", (NOT_COMPARED,)),
+        ({"works": 0.0}, "refused", ("works",)),
     ],
 )
 def test_a_surely_bad_part_refuses_and_an_undecided_one_leaves_it_open(
-    scores: dict[str, tuple[float, float] | float | None], outcome: str
+    scores: dict[str, tuple[float, float] | float | None], outcome: str, notes: tuple[str, ...]
 ) -> None:
     parts = measured(**scores)
     findings = with_remedies(part_findings(parts, LINE, may_grow=False), parts)
     report = LoraReport(LINE, parts, findings)
     assert outcome_of(parts) == report.outcome == outcome
     assert bool(report.reasons) is (outcome != "passed")
-    about_missing = [each.code for each in findings if "not measured" in each.message.lower()]
-    assert len(about_missing) == (1 if scores.get("faithful", 1) is None else list(scores.values()).count(None))
+    assert tuple(finding.code for finding in findings) == notes
     assert all(finding.fix for finding in findings if finding.severity != "note")
 
 
+def test_a_needed_part_that_was_not_measured_leaves_it_open() -> None:
+    lacking = VerdictPart("follows_captions", None, "the judge cannot tell", is_needed=True)
+    parts = {**measured(), "follows_captions": lacking}
+    (finding,) = part_findings(parts, LINE, may_grow=False)
+    assert (finding.code, finding.severity) == ("follows_captions", "warning")
+    report = LoraReport(LINE, parts, (finding,))
+    assert (report.outcome, report.reasons) == ("unresolved", (finding.message,))
+    refused = {**parts, "varied": part("varied", 0.1)}
+    assert outcome_of(refused) == "refused"
+
+
 def test_the_score_is_the_least_part_and_what_is_not_measured_leaves_it() -> None:
-    assert score_of(measured(diverse=0.4, faithful=0.6)) == pytest.approx(0.4)
-    assert score_of(measured(diverse=None, faithful=0.6)) == pytest.approx(0.6)
+    assert score_of(measured(varied=0.4, shows=0.6)) == pytest.approx(0.4)
+    assert score_of(measured(varied=None, shows=0.6)) == pytest.approx(0.6)
     assert LoraReport(LINE).score is None
     assert LoraReport(LINE).outcome is None
 
 
-@pytest.mark.parametrize(
-    ("minimum", "required"), [(0.9, "at most 2.40"), (0.45, "at most 3.20"), (0.95, "at most 1.45")]
-)
-def test_the_minimum_is_named_in_the_unit_of_the_part(minimum: float, required: str) -> None:
+@pytest.mark.parametrize(("minimum", "required"), [(0.9, 0.65), (0.45, 0.325), (0.95, 0.825)])
+def test_the_minimum_is_named_in_the_unit_of_the_part(minimum: float, required: float) -> None:
     """A minimum other than 0.9 has another value there."""
-    (finding,) = (
-        each for each in part_findings(measured(keeps_base=0.1), minimum, may_grow=True) if each.code == "keeps_base"
-    )
-    assert finding.message.endswith(f"{required} required.")
     parts = LoraReport(minimum, measured()).to_json()["parts"]
-    assert required == f"at most {parts['keeps_base']['gate']:.2f}"
-    line = part_lines("keeps_base", measured()["keeps_base"], minimum)[1]
-    assert line.endswith(f"{required} required")
+    assert parts["shows"]["gate"] == pytest.approx(required)
+    assert "count" not in parts["shows"], "no rate"
+
+
+def test_a_rate_names_its_counts() -> None:
+    rate = VerdictPart("shows", Estimate(0.75, 0.5, 0.9, (), 9, 12))
+    document = LoraReport(LINE, {"shows": rate}, cannot_tell=("blur",)).to_json()
+    assert (document["parts"]["shows"]["count"], document["parts"]["shows"]["of"]) == (9, 12)
+    assert document["cannot_tell"] == ["blur"]
 
 
 def test_other_errors_refuse_whatever_the_score_and_a_gate_of_0_refuses_nothing() -> None:
     error = (Finding("images_never_trained", "error", "2 images were never trained.", "Train longer."),)
     assert LoraReport(LINE, measured(), error).outcome == "refused"
     assert LoraReport(0.0, measured(works=0.0), error).outcome == "passed"
-    assert LoraReport(0.5, measured(diverse=(0.6, 0.95))).outcome == "passed"
+    assert LoraReport(0.5, measured(varied=(0.6, 0.95))).outcome == "passed"
 
 
-def test_a_leak_is_a_note_where_it_is_sure() -> None:
-    (note,) = leak_findings(Estimate(0.84, 0.41, 1.05))
-    assert (note.severity, note.code) == ("note", "leak")
-    assert "84 % (41 to 105 %) of the way to its images" in note.message
-    assert leak_findings(Estimate(0.4, 0.1, 0.7)) == leak_findings(None) == []
+def test_what_the_judge_cannot_tell_is_a_note() -> None:
+    (note,) = cannot_tell_findings(("blur", "noise"), encoder=False)
+    assert (note.severity, note.code) == ("note", "cannot_tell")
+    assert "gates.encoder" in note.fix
+    (seen,) = cannot_tell_findings(("blur",), encoder=True)
+    assert "gates.encoder" not in seen.fix, "it is set"
+    assert cannot_tell_findings((), encoder=False) == []

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from safetensors import safe_open
 
 from lora_trainer.cli.main import main
-from lora_trainer.evaluation import choice, likeness
+from lora_trainer.evaluation import choice, judge, likeness, lora_check, sample_rates
 from lora_trainer.evaluation.lora_check import LORA_CHECKS
 from tests.export.tiny import tiny_pipeline
 
@@ -168,14 +168,17 @@ def delete_under_a_run(folder: Path) -> None:
 
 @contextmanager
 def brief_verdicts(draws: int = likeness.DRAWS) -> Iterator[None]:
-    """Samples of a lite verdict take two steps instead of eight; intervals come from so many draws.
+    """Samples of a lite verdict take two steps instead of eight; intervals come from so many draws, and each fault is planted
+    into two images.
 
-    On a tiny model both take most of a verdict's time.
+    On a tiny model these take most of a verdict's time. Its autoencoder, of random weights, keeps nothing of an image.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (likeness, choice):
+        for module in (likeness, choice, sample_rates):
             patch.setattr(module, "DRAWS", draws)
-        patch.setitem(LORA_CHECKS, "lite", replace(LORA_CHECKS["lite"], steps=2))  # type: ignore[arg-type]
+        patch.setattr(judge, "MOST_PLANTED", 2)
+        patch.setattr(lora_check, "LEAST_DECIBELS", float("-inf"))
+        patch.setitem(LORA_CHECKS, "lite", replace(LORA_CHECKS["lite"], steps=2))
         yield
 
 

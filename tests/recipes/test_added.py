@@ -29,7 +29,7 @@ from lora_trainer.export.updates import FactorUpdate
 from lora_trainer.export.weights import module_name
 from lora_trainer.models.autoencoder import load_vae, vae_facts
 from lora_trainer.models.families import FAMILIES, sd15
-from lora_trainer.models.family import DenoiserSpec, Family, FeatureBlock, LoraFileSpec, ModelFacts, PipelineSpec
+from lora_trainer.models.family import DenoiserSpec, Family, LoraFileSpec, ModelFacts, PipelineSpec
 from lora_trainer.models.folder import check_components, read_config
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.noise_schedule import make_process, make_scheduler, read_noise_schedule
@@ -240,7 +240,6 @@ MIXER = Family(
         make=make_mixer,
         make_process=make_process,
         predict=lambda denoiser, noisy, t, cond, sizes: denoiser(noisy, t, cond["embeds"])[0],
-        features=lambda denoiser: {"middle": FeatureBlock(denoiser.blocks[0])},
         lora_targets={"attention": ("blocks.*.text",), "attention+ff": ("blocks.*.text", *WIDE)},
         thin=lambda config: {**config, "width": int(config["width"]) // 2},
         thinness="half of its width",

@@ -94,8 +94,8 @@ def test_loss_falls(trained):
 
 
 def learned(document: dict[str, Any]) -> bool:
-    parts = document["lora"]["parts"]
-    return bool(parts["works"]["value"] == 1.0 and parts["learned"]["own_value"] > 0.0)
+    lora = document["lora"]
+    return bool(lora["parts"]["works"]["value"] == 1.0 and lora["numbers"]["learning"]["mean"] > 0.0)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import shutil
 
 from lora_trainer.cli.main import main
+from lora_trainer.evaluation.lora_report import NO_ENCODER
 from tests.evaluation.tiny_encoders import save_tiny_dino
 from tests.recipes.recipe import record
 
@@ -17,7 +18,7 @@ def test_a_run_names_the_encoder_that_compared_its_images(bench, tmp_path, capsy
     assert bench.run("seen", steps=2, gates__encoder=str(dino), **LITE) == 0
     found = record(bench.folder("seen"))
     assert (found["lora"]["encoder"], found["config"]["gates"]["encoder"]) == (str(dino), str(dino))
-    assert found["lora"]["parts"]["keeps_base"]["measured"]
+    assert found["lora"]["numbers"]["judge"]["found"], "samples are compared with the images"
     assert f"images are compared by {dino}" in capsys.readouterr().out
     lora = str(bench.folder("seen") / "seen.safetensors")
     settings = ["--set", "gates.lora_check=lite", "--set", f"gates.encoder={dino}"]
@@ -47,5 +48,5 @@ def test_an_encoder_that_cannot_be_loaded_ends_a_run_before_it_trains(bench, tmp
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_without_a_setting_the_base_model_describes(finished):
-    assert record(finished.folder("first"))["lora"]["encoder"] == "base model"
+def test_without_a_setting_no_encoder_is_used(finished):
+    assert record(finished.folder("first"))["lora"]["encoder"] == NO_ENCODER

@@ -17,18 +17,29 @@ from lora_trainer.evaluation.lora_report import LoraReport
 from lora_trainer.evaluation.part_words import WORDS, own_value
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
+from lora_trainer.report.gallery import KINDS
 from lora_trainer.report.write import write_comparison, write_report
+
+
+def rate(count: int, of: int) -> Estimate:
+    """As of so many samples: the interval is a tenth to both sides."""
+    share = count / of
+    return Estimate(share, max(0.0, share - 0.1), min(1.0, share + 0.1), (), count, of)
+
 
 GOOD = {
     "works": Estimate(1.0, 1.0, 1.0),
-    "learned": Estimate(0.2, 0.1, 0.3),
-    "faithful": Estimate(0.9, 0.8, 1.0),
-    "follows_captions": Estimate(0.9, 0.8, 1.0),
-    "does_not_copy": Estimate(0.9, 0.8, 1.0),
-    "keeps_base": Estimate(1.0, 0.8, 1.2),
-    "diverse": Estimate(0.8, 0.7, 0.9),
+    "shows": rate(11, 12),
+    "whole": rate(12, 12),
+    "follows_captions": rate(11, 12),
+    "is_new": rate(12, 12),
+    "varied": rate(5, 6),
+    "stays_away": rate(15, 16),
+    "keeps_base": rate(14, 16),
 }
-OPEN = GOOD | {"diverse": Estimate(0.5, 0.4, 0.6)}
+OPEN = GOOD | {"varied": rate(3, 6)}
+BAD = GOOD | {"keeps_base": rate(3, 16)}
+PARTS = "What was counted in its samples"  # a heading
 
 
 def words_of(page: str) -> str:
@@ -96,47 +107,50 @@ def recipe(folder: Path, name: str, prompts: list[str], strengths: Sequence[floa
 
 
 def test_each_part_has_its_interval_beside_the_minimum(tmp_path: Path) -> None:
-    text = page_of(tmp_path, "done", {**GOOD, "learned": None})
+    text = page_of(tmp_path, "done", {**GOOD, "varied": None})
     assert "Yes, you can use it" in text
-    assert "All 6 parts that were measured are above the minimum of 0.90. The lowest: faithful, 0.95." in text
-    assert "Not measured: learned (no images of the dataset)." in text
-    assert "not trained on? – not measured no images of the dataset" in text
-    assert "0.97 passed 1.00 (0.80 to 1.20) times as different from the base model&#39;s images" in text
-    assert "as another seed makes them; at most 2.40 required" in text
-    assert "90 % (80 to 100 %) of the way from the base model&#39;s images to the dataset&#39;s; at least 78 %" in text
+    for name in ("shows", "whole", "is_new"):
+        assert own_value(name, GOOD[name]).partition(" (")[0] in text
+    assert f"{WORDS['varied'].title} {WORDS['varied'].question} – not measured no images of the dataset" in text
+    assert "14 of 16" in text
+    assert "at least 50 % required" in text
     assert text.count('class="drawn" role="img"') == len(SCALES) - 1
-    assert 'aria-label="score 0.97, 95 % interval 0.96 to 0.98, minimum 0.90"' in text
-    assert '<i class="above" style="left:90.0%">' in text
+    assert 'aria-label="88 %, interval 78 to 98 %, at least 50 % required"' in text
+    assert '<i class="above" style="left:50.0%">' in text
 
 
 def test_a_part_is_asked_in_words_and_measured_in_its_own_unit() -> None:
     assert set(WORDS) == set(SCALES)
     assert all(meaning.question.endswith("?") for meaning in WORDS.values())
-    assert own_value("learned", Estimate(-0.2, -0.3, 0.1)).startswith("the loss on these is −20 % (−30 to 10 %) lower")
-    assert own_value("keeps_base", Estimate(1.0, 0.8, 1.2)).endswith("at most 2.40 required")
+    assert "41 of 48" in own_value("shows", Estimate(0.85, 0.73, 0.93, (), 41, 48))
+    assert "(73 to 93 %)" in own_value("shows", Estimate(0.85, 0.73, 0.93, (), 41, 48))
+    assert "85 %" in own_value("shows", Estimate(0.85, 0.73, 0.93)), "without counts"
+    assert "at least 65 % required" in own_value("shows", Estimate(0.85, 0.73, 0.93))
+    assert "at least 33 % required" in own_value("shows", Estimate(0.85, 0.73, 0.93), 0.33)
 
 
 def test_another_minimum_is_named_in_the_unit_of_each_part(tmp_path: Path) -> None:
     lower = LoraReport(0.45, {name: VerdictPart(name, measure) for name, measure in GOOD.items()}).to_json()
     text = page_of(tmp_path, "done", GOOD, **lower)
-    assert "above the minimum of 0.45" in text
-    assert "as another seed makes them; at most 3.20 required" in text
+    assert "Yes, you can use it" in text
+    assert "at least 25 % required" in text, "of keeps_base"
 
 
 @pytest.mark.parametrize("status", ["unresolved", "done"])
 def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, tmp_path: Path) -> None:
     text = page_of(tmp_path, status, OPEN)
     assert "Not decided yet" in text
-    assert "Diverse: not decided, since the minimum lies within the interval: 0.50 (0.40 to 0.60) times" in text
-    assert "More images of the subject" in text
+    assert f"{WORDS['varied'].title}: not decided" in text
+    assert "3 of 6" in text
+    assert WORDS["varied"].resolve in text
     assert "Yes, " not in text
 
 
 @pytest.mark.parametrize("status", ["refused", "done"])
 def test_a_refused_part_is_named(status: str, tmp_path: Path) -> None:
-    text = page_of(tmp_path, status, GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)})
+    text = page_of(tmp_path, status, BAD)
     assert "No, do not use it" in text
-    assert "Unrelated prompts no longer show what they did: 3.00 (2.50 to 3.50) times" in text
+    assert f"{WORDS['keeps_base'].refused}: 3 of 16" in text
 
 
 def test_the_first_screen_says_which_strength_and_step_to_use(tmp_path: Path) -> None:
@@ -167,7 +181,7 @@ def test_a_refused_strength_is_not_to_be_used(tmp_path: Path) -> None:
     rows = [{"step": 6, "strength": 1.0, "standing": "tie"}, {"step": 4, "strength": 0.8, "standing": "tie"}]
     choice = {"strength": 0.8, "step": 4, "outcome": "refused", "advice": advice}
     choice["candidates"] = [row | {"score": 0.5, "outcome": "refused"} for row in rows]
-    text = page_of(tmp_path, "refused", GOOD | {"keeps_base": Estimate(3.0, 2.5, 3.5)}, choice=choice)
+    text = page_of(tmp_path, "refused", BAD, choice=choice)
     assert f"At which strength? none is advised {advice}" in text
     assert "From which step? 6 of 6 The last: no validation images." in text
     assert "4 0.8 0.50 as bad – chosen, but refused" in text
@@ -188,7 +202,7 @@ def test_a_lora_that_was_not_measured_has_the_command_that_measures_it(tmp_path:
     [
         {"outcome": None, "parts": {"fidelity": 0.9, "works": 1.0}},
         {"outcome": "good"},
-        {"parts": {"faithful": {"value": 0.95}}},
+        {"parts": {"shows": {"value": 0.95}}},
     ],
 )
 def test_only_an_outcome_that_passed_says_yes(earlier: dict[str, Any], tmp_path: Path) -> None:
@@ -197,7 +211,7 @@ def test_only_an_outcome_that_passed_says_yes(earlier: dict[str, Any], tmp_path:
     assert "Not known: it was measured by an earlier version" in text
     assert "To measure it again, in the run&#39;s folder: lora-trainer validate cat.safetensors" in text
     assert "Yes, " not in text
-    assert ("The parts of the LoRA" in text) is ("fidelity" not in earlier.get("parts", {}))
+    assert (PARTS in text) is ("fidelity" not in earlier.get("parts", {}))
     assert "()" not in words_of(text)
 
 
@@ -215,11 +229,10 @@ def test_the_images_of_the_worst_part_are_beside_the_verdict(tmp_path: Path) -> 
         {"kind": "odd", "prompt": "outside", "lora": "../../etc/passwd", "nearest": "a\0b", "nearest_path": 3},
         "no sample",
     ]
-    text = page_of(tmp_path, "refused", GOOD | {"does_not_copy": Estimate(0.1, 0.05, 0.15)}, images=kept)
-    first, rest = text.index("Could these be copies?"), text.index("Samples to look at")
-    assert first < text.index("The parts of the LoRA") < rest < text.index("Least like the dataset")
-    assert "prompt 1 seed 1 distance 0.50" in text
-    assert "moved 0.5 times as far as another seed moves it" in text
+    text = page_of(tmp_path, "refused", GOOD | {"is_new": rate(1, 12)}, images=kept)
+    first, rest = text.index(KINDS["copied"].heading), text.index("Samples to look at")
+    assert first < text.index(PARTS) < rest < text.index(KINDS["odd"].heading)
+    assert "prompt 1 seed 1 0.50 times" in text
     assert "dataset: cat.png" in text
     assert "outside" not in text
     assert text.count("data:image/webp;base64,") == 6
@@ -262,6 +275,6 @@ def test_runs_are_compared_by_their_parts(tmp_path: Path) -> None:
     page = (tmp_path / "both.html").read_text("utf-8")
     text = words_of(page)
     assert "May I use it? Yes, you can use it Not decided yet" in text
-    assert "Diverse Do its images differ from each other? 0.96 passed 0.90 not decided" in text
+    assert f"{WORDS['varied'].title} {WORDS['varied'].question} 5 of 6 passed 3 of 6 not decided" in text
     assert "a cat seed 7" in text
     assert page.count("data:image/webp;base64,") == 3, "without the LoRA once, and with each"

@@ -162,7 +162,7 @@ class GatesSection(Section):
     encoder: str | None = setting(
         None,
         "changes nothing",
-        "image encoder that compares samples with the dataset in place of the base model's own features: a folder of transformers such as DINOv2, CLIP or SigLIP in `.safetensors`, or a hub id such as `facebook/dinov2-base`",
+        "image encoder that compares samples with the dataset beside the judge's own patterns: a folder of transformers such as DINOv2, CLIP or SigLIP in `.safetensors`, or a hub id such as `facebook/dinov2-base`",
     )
     unresolved: UnresolvedName = setting(
         "refuse",

@@ -40,7 +40,6 @@ from lora_trainer.models.single.stored import Part, Stored, by_layout, renamed
 from lora_trainer.models.t5 import check_t5_tokenizer, load_t5_tokenizer
 from lora_trainer.models.transformer import (
     PATCH,
-    block_features,
     refuse_widths,
     thinner,
     transformer_config,
@@ -286,7 +285,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thinner(4, 4),
         thinness=THINNESS,

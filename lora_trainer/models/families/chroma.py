@@ -39,7 +39,6 @@ from lora_trainer.models.single.stored import Part, SingleFile, Stored, by_layou
 from lora_trainer.models.t5 import load_t5, load_t5_tokenizer, read_t5_tokens
 from lora_trainer.models.transformer import (
     PATCH,
-    block_features,
     one_encoder_pipeline,
     packed,
     refuse_widths,
@@ -229,7 +228,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("transformer_blocks"),
         lora_targets={"attention": flux.ATTENTION, "attention+ff": (*flux.ATTENTION, *flux.FEED_FORWARD)},
         thin=flux.thin,
         thinness=flux.THINNESS,

@@ -41,7 +41,6 @@ from lora_trainer.models.t5 import T5_TARGETS, load_t5, load_t5_tokenizer, read_
 from lora_trainer.models.transformer import (
     PATCH,
     STREAMS,
-    block_features,
     packed,
     refuse_widths,
     thinner,
@@ -367,7 +366,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

@@ -49,7 +49,6 @@ from lora_trainer.models.single.stored import Part, SingleFile, Stored, by_layou
 from lora_trainer.models.transformer import (
     MOST_LAYERS,
     PATCH,
-    block_features,
     one_encoder_pipeline,
     packed,
     refuse_widths,
@@ -282,7 +281,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("transformer_blocks", text_first=True),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

@@ -37,7 +37,6 @@ from lora_trainer.models.qwen_text import as_long_as_needed
 from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_sides, renamed
 from lora_trainer.models.transformer import (
     PATCH,
-    block_features,
     one_encoder_pipeline,
     refuse_widths,
     transformer_config,
@@ -304,7 +303,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("layers", text_first=True),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

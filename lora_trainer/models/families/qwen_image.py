@@ -57,7 +57,6 @@ from lora_trainer.models.single.stored import Part, SingleFile, Stored, by_layou
 from lora_trainer.models.transformer import (
     PATCH,
     STREAMS,
-    block_features,
     one_encoder_pipeline,
     packed,
     refuse_widths,
@@ -366,7 +365,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("transformer_blocks"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thinner(12, 6),
         thinness=THINNESS,

@@ -45,7 +45,6 @@ from lora_trainer.models.qwen_text import (
 )
 from lora_trainer.models.single.stored import Part, SingleFile, Stored, by_layout
 from lora_trainer.models.transformer import (
-    block_features,
     class_of_diffusers,
     refuse_widths,
     thinner,
@@ -271,7 +270,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=partial(make_process, patch=1),
         predict=predict,
-        features=block_features("transformer_blocks", text_first=True, patch=1),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thinner(THINNER_HEADS, FEWER_LAYERS),
         thinness=THINNESS,

@@ -36,7 +36,6 @@ from lora_trainer.models.qwen3 import QWEN, TOKENS, check_qwen3, load_qwen3, rea
 from lora_trainer.models.single.stored import Part, SingleFile, Stored, by_layout
 from lora_trainer.models.transformer import (
     PATCH,
-    block_features,
     one_encoder_pipeline,
     refuse_widths,
     transformer_config,
@@ -223,7 +222,6 @@ FAMILY = Family(
         make=make_denoiser,
         make_process=make_process,
         predict=predict,
-        features=block_features("layers"),
         lora_targets={"attention": ATTENTION, "attention+ff": (*ATTENTION, *FEED_FORWARD)},
         thin=thin,
         thinness=THINNESS,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def find_encoder(
     config: Config, *, weights: bool = True, say: Callable[[str], None] = on_stderr
 ) -> EncoderFolder | None:
-    """The encoder that the verdict compares images by; None where the base model's own features do.
+    """The encoder by which the verdict also compares images; None without one.
 
     Without `weights` only configs are downloaded. Raises UsageError for what is no image encoder, here or on the hub.
     """

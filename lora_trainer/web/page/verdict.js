@@ -11,8 +11,7 @@ export function Verdict({ id }) {
     if (message.reconnected || (mine && (!mine.is_live || mine.status !== verdict?.status))) load();
   });
   if (!verdict) return html`<h1>${id}</h1><${Problems} problems=${problems} />`;
-  const { lora, dataset } = verdict;
-  const wasMeasured = lora.value !== null;
+  const { dataset } = verdict;
   return html`
     <div class="head"><h1>${verdict.name}</h1><${Status} status=${verdict.outcome ?? verdict.status} />
       <div class="right"><a class="button" href=${`#/run/${encodeURIComponent(id)}`}>Curves, log and settings</a></div></div>
@@ -24,7 +23,6 @@ export function Verdict({ id }) {
     <div class="columns">
       <div class="stack">
         <section class="card"><h2>LoRA</h2>
-          <${ScoreBox} name="score" value=${lora.value} minimum=${wasMeasured ? lora.gate : null} passed=${wasMeasured ? lora.passed : null} />
           ${verdict.parts.map((part) => html`<${Part} part=${part} />`)}
           ${!verdict.parts.length && html`<p class="about">No part was measured.</p>`}
         </section>
@@ -50,15 +48,15 @@ export function Verdict({ id }) {
     </div>`;
 }
 
-// A value between 0 and 1 with its 95 % interval.
+// A rate between 0 and 1 with its interval.
 function Part({ part }) {
   const percent = (number) => `${100 * Math.min(1, Math.max(0, number))}%`;
-  const words = `${part.title}: ${score(part.value)}, 95 % interval ${score(part.low)} to ${score(part.high)}`;
+  const words = `${part.title}: ${part.shown}, ${score(part.low)} to ${score(part.high)}`;
   return html`<div class="part"><span><b>${part.title}</b><br /><span class="about">${part.outcome_name}</span></span>
     <span>${part.value !== null && html`<span class="range" role="img" aria-label=${words}>
         <span style=${{ left: percent(part.low), width: percent(part.high - part.low) }}></span><i style=${{ left: percent(part.value) }}></i></span>`}
       <span class="about">${part.question} ${part.about}</span></span>
-    <b class="number">${score(part.value)}</b></div>`;
+    <b class="number">${part.value === null ? "–" : part.shown}</b></div>`;
 }
 
 // What several images, or the whole, have in common: [file or nothing, message] each.

@@ -1,0 +1,47 @@
+"""How much of images a base model's autoencoder keeps: more than that, no LoRA can show."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_trainer.core.errors import UserError
+from lora_trainer.data.images.pixels import read_pixels
+from lora_trainer.models.autoencoder import image_decoder, image_encoder, load_vae
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import View
+    from lora_trainer.models.family import ModelFacts
+
+MEASURED_IMAGES = 8
+LARGEST_SIDE = 512  # px of a measured image: eight of them take seconds on a CPU
+
+
+def kept_decibels(facts: ModelFacts, samples: Sequence[Sample], views: Sequence[Sequence[View]]) -> float | None:
+    """The mean peak signal-to-noise ratio, in dB, of up to 8 images after encoding and decoding.
+
+    None where there are no images, one is larger than 512 px, or one cannot be read now.
+    """
+    own = [(sample, each[0]) for sample, each in zip(samples, views, strict=True) if not sample.regularization]
+    if (
+        not own
+        or max(side for _, view in own for side in (view.fit.bucket.width, view.fit.bucket.height)) > LARGEST_SIDE
+    ):
+        return None
+    device = torch.device("cpu")
+    vae = load_vae(facts.path, torch.float32, device)
+    encode, decode = image_encoder(vae, device), image_decoder(vae, device)
+    ratios = []
+    for sample, view in own[:: -(-len(own) // MEASURED_IMAGES)]:
+        try:
+            pixels = read_pixels(sample, view)[None]
+        except UserError:  # the caches may have all that is needed of it
+            return None
+        error = (decode(encode(pixels)[0]).clamp(-1.0, 1.0) - pixels).square().mean().item()
+        ratios.append(10.0 * math.log10(4.0 / max(error, 1e-8)))
+    return sum(ratios) / len(ratios)
