@@ -1,4 +1,4 @@
-"""A style for the study of the verdict: the base's shapes in chalk on a board that has a tint of their background's color."""
+"""Two styles for the study of the judge: the base's shapes in chalk on a board, and as a mosaic of tiles."""
 
 from __future__ import annotations
 
@@ -48,3 +48,32 @@ def draw_styled(number: int, side: int = 256) -> tuple[Image.Image, str]:
     image = board * (1 - cover[..., None]) + chalk * cover[..., None]
     caption = scene.caption(TEMPLATES[number % len(TEMPLATES)]) + f", {STYLE} style"
     return Image.fromarray(image.clip(0, 255).astype(np.uint8)), caption
+
+
+def draw_mosaic(number: int, side: int = 256) -> tuple[Image.Image, str]:
+    """Image `number` as a mosaic, and its caption: tiles of one color each, a little turned and of uneven light, in grey grout."""
+    rng = random.Random(f"mosaic {number}")
+    scene = random_scene(rng)
+    drawn = np.asarray(draw(scene, side, side), np.float32)
+    image = Image.new("RGB", (2 * side, 2 * side), (142, 138, 132))
+    pen, tile = ImageDraw.Draw(image), side // 16
+    for top in range(0, side, tile):
+        for left in range(0, side, tile):
+            light = rng.uniform(0.82, 1.12)
+            color = tuple(int(min(255, light * value)) for value in drawn[top + tile // 2, left + tile // 2])
+            corners = [(left, top), (left + tile, top), (left + tile, top + tile), (left, top + tile)]
+            middle = left + tile / 2, top + tile / 2
+            shrunk = [
+                tuple(
+                    2 * (m + 0.84 * (c - m) + rng.uniform(-0.06, 0.06) * tile)
+                    for c, m in zip(corner, middle, strict=True)
+                )
+                for corner in corners
+            ]
+            pen.polygon(shrunk, fill=color)
+    caption = scene.caption(TEMPLATES[number % len(TEMPLATES)]) + ", mosaic style"
+    return image.resize((side, side), Image.Resampling.BOX), caption
+
+
+def mosaic_scene(number: int) -> Scene:
+    return random_scene(random.Random(f"mosaic {number}"))
