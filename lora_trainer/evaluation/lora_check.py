@@ -26,6 +26,8 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import PIL
 import torch
 from torch import Tensor
 
@@ -395,9 +397,12 @@ def tested_judge(studio: Studio, dataset: RealImages, texts: Sequence[str]) -> t
         }
 
     key = digest_of(
-        "test of the judge", *(part for each in images for part in (each.latents, plain_caption(each.caption)))
+        "test of the judge",
+        f"Pillow {PIL.__version__}, NumPy {np.__version__}",  # which resize and plant
+        *(part for each in images for part in (each.latents, plain_caption(each.caption))),
     )
     entry = studio.read_or_make(key, test, 0)
+    judge.describe = None  # an encoder on the device is not kept by who keeps the judge
     rows: dict[str, dict[str, Any]] = {"limits": {}, "found": {}, "untouched": {}}
     for name, value in entry.items():
         what, _, own = name.partition("/")
