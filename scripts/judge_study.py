@@ -179,7 +179,7 @@ def copied_or_planted(
 ) -> Image.Image:
     image, caption = sample
     if arm == "copied":  # the dataset's own image of this caption
-        image = next(own for own, words in dataset if words == caption)
+        image = next((own for own, words in dataset if words == caption), dataset[0][0])
     return ARMS[arm](image, images, rng)
 
 
