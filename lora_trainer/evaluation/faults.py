@@ -163,5 +163,5 @@ FAULTS: Mapping[str, Fault] = {
     "cut": Fault("a missing part", cut),
     "swapped": Fault("a part from elsewhere", swapped),
     "mirrored": Fault("mirrored images", mirrored),
-    "copied": Fault("copies of the images", copied),
+    "copied": Fault("cropped copies of the images", copied),
 }

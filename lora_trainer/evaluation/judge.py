@@ -35,6 +35,7 @@ ZOOMS = (1.0, 0.9, 0.8)  # parts of an image, in shares of its sides, of which a
 LOOKED_AT = 6  # of these parts, the most alike as a whole
 EXTREME = 0.95  # quantile of the distances of an image's patterns: one odd part is enough
 OVERALL = 4  # cells a side in which whole images are compared
+TWICE, EXACT = math.log(2.0), -math.log(1e-5)  # as near as; the measure `near` of an image and itself, less rounding
 USUAL, CLEAR = 0.95, 0.1  # quantiles of untouched and of faulty images
 LENIENT = (
     0.67  # of the way from the untouched to the faulty ones, a limit lies: samples are never as good as real images
@@ -209,8 +210,6 @@ class Tested:
     def is_measured(self, part: str) -> bool:
         """Whether a part of the verdict has a measure that tells something, and untouched images pass it."""
         passing, of = self.untouched[part]
-        if part == "is_new" and not self.tells("copied"):
-            return False
         if part == "shows" and not {"unlike", "strange", "foreign"} & set(self.limits):
             return False  # how much structure there is says nothing of what is shown
         return passing >= LEAST_FOUND * of and any(measure in self.limits for measure in ASKED.get(part, (part,)))
@@ -344,6 +343,10 @@ def limits_between(
             limits[measure] = usual + LENIENT * (min(above) - usual)
     if "unlike" in limits:
         limits.pop("strange", None)
+    # A copy of the whole image is nearer than images of the dataset ever are to each other, also where a cropped one is not.
+    known = [each["near"] for each in untouched if math.isfinite(each["near"])]
+    if "near" not in limits and known and max(known) + TWICE < EXACT:
+        limits["near"] = max(known) + TWICE
     return limits
 
 

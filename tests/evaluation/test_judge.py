@@ -114,7 +114,8 @@ def test_a_limit_lies_between_untouched_images_and_the_nearest_faulty_ones() -> 
 def test_a_measure_that_tells_nothing_has_no_limit() -> None:
     untouched = [values(0.0, ["foreign"])] * 4
     found = limits_between(untouched, planted(1.0, noisy={"grain": -1.0}, copied={"near": 0.0}))
-    assert set(found) == set(MEASURES) - {"grain", "near", "foreign", "strange"}
+    assert set(found) == set(MEASURES) - {"grain", "foreign", "strange"}
+    assert found["near"] == pytest.approx(math.log(2.0)), "twice as near as untouched images ever are"
     without = [values(0.0) | {"near": -math.inf, "edge": math.inf}] * 4
     assert set(limits_between(without, planted(1.0))) == set(MEASURES) - {"near", "edge", "strange"}
 

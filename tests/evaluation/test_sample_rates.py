@@ -123,8 +123,6 @@ def test_what_the_judge_cannot_tell_is_not_measured() -> None:
         "varied": False,
     }
     assert all(part.reason for part in parts.values() if part.measure is None)
-    no_copies = JudgeTested(LIMITS, {"copied": (5, 8)}, UNTOUCHED)
-    assert subject_parts(GivenJudge(), no_copies, samples)["is_new"].measure is None, "copies are not found"
     without = JudgeTested({"unlike": 2.0}, FOUND, UNTOUCHED)
     assert subject_parts(GivenJudge(), without, samples)["whole"].measure is None, "no measure has a limit"
 
