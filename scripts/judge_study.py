@@ -28,6 +28,7 @@ from builtin_base.draw_datasets import draw_subject
 from builtin_base.draw_mascot import draw_pose
 from builtin_base.draw_style import draw_mosaic, draw_styled, mosaic_scene, styled_scene
 from builtin_base.drawing import Scene, draw_anything
+from lora_trainer.data.images.images import IMAGE_ENDINGS, load_rgb
 from lora_trainer.evaluation.faults import FAULTS, blurred, noisy
 from lora_trainer.evaluation.judge import Judge, Tested
 from lora_trainer.evaluation.verdict import LINE
@@ -95,7 +96,7 @@ def subject(name: str) -> Callable[[int, int], Drawn]:
 
 
 SETS: Mapping[str, Callable[[], Set]] = {
-    "pomo": lambda: set_of("pomo", lambda number, variant: draw_pose(number, variant)),
+    "pomo": lambda: set_of("pomo", draw_pose),
     "zobo": lambda: set_of("zobo", subject("zobo")),
     "fungo": lambda: set_of("fungo", subject("fungo")),
     "chalk": lambda: set_of("chalk", styled(draw_styled, styled_scene)),
@@ -107,14 +108,11 @@ SETS: Mapping[str, Callable[[], Set]] = {
 
 def real_set(folder: Path) -> Set:
     """Real images: every second one is the dataset, and the others, which a perfect LoRA could have drawn, are its samples."""
-    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
     images = []
     for path in files:
-        with Image.open(path) as image:
-            flat = Image.new("RGBA", image.size, "white")
-            flat.alpha_composite(image.convert("RGBA"))
         words = path.with_suffix(".txt")
-        images.append((small(flat), words.read_text("utf-8").strip() if words.is_file() else ""))
+        images.append((small(load_rgb(path)), words.read_text("utf-8").strip() if words.is_file() else ""))
     rng = random.Random(folder.name)
     return Set(folder.name, images[::2], images[1::2], [draw_anything(rng, SIDE, SIDE) for _ in range(16)])
 
@@ -138,7 +136,6 @@ ARMS: Mapping[str, Plant] = {
     "something_else": house,
     "one_image": one_pose,
 }
-NOT_FAULTY = ("mirrored",)  # where the subject has no sides: reported, not counted
 
 
 @dataclass(frozen=True)

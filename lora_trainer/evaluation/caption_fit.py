@@ -7,6 +7,7 @@ differences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,6 @@ from lora_trainer.evaluation.likeness import Values, agreement, bootstrap
 from lora_trainer.evaluation.prediction import in_batches, in_parts, rows_at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from lora_trainer.diffusion.process import Process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lora_trainer.diffusion.process import Process
     from lora_trainer.evaluation.validation_loss import Predict
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lora_trainer.export.weights import LayerUpdate, LoraPair
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 NAMED = 5  # dead modules that are kept by name
 DEAD = 1e-7  # ||delta|| / ||W|| under which a module has learned nothing; fp16 cannot show less

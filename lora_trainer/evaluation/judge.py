@@ -11,6 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -31,15 +32,14 @@ CONSTANT = 0.8  # of the other images have a pattern that belongs to the subject
 PARTS_OF_SUBJECT = 48  # patterns that are looked for in each sample
 ABSENT = 6  # of these, the least like the sample
 REACH = 1  # block that a copy may be shifted by
-ZOOMS = (1.0, 0.9, 0.8)  # parts of an image, in shares of its sides, of which a sample may be a copy
-LOOKED_AT = 6  # of these parts, the most alike as a whole
+ZOOMS = (0.9, 0.8)  # parts of an image, in shares of its sides, of which a sample may be a copy as of the whole image
+LOOKED_AT = 6  # of these, the most alike as a whole
 EXTREME = 0.95  # quantile of the distances of an image's patterns: one odd part is enough
 OVERALL = 4  # cells a side in which whole images are compared
 TWICE, EXACT = math.log(2.0), -math.log(1e-5)  # as near as; the measure `near` of an image and itself, less rounding
 USUAL, CLEAR = 0.95, 0.1  # quantiles of untouched and of faulty images
-LENIENT = (
-    0.67  # of the way from the untouched to the faulty ones, a limit lies: samples are never as good as real images
-)
+# Of the way from the untouched to the faulty ones, a limit lies: samples are never as good as real images.
+LENIENT = 0.67
 LEAST_FOUND = 0.8  # share of the faulty images that must be found, and of the untouched ones that must pass
 
 # The faults that each measure is there for.
@@ -210,9 +210,10 @@ class Tested:
     def is_measured(self, part: str) -> bool:
         """Whether a part of the verdict has a measure that tells something, and untouched images pass it."""
         passing, of = self.untouched[part]
-        if part == "shows" and not {"unlike", "strange", "foreign"} & set(self.limits):
-            return False  # how much structure there is says nothing of what is shown
-        return passing >= LEAST_FOUND * of and any(measure in self.limits for measure in ASKED.get(part, (part,)))
+        if not of or passing < LEAST_FOUND * of:
+            return False
+        # `plain`, how much structure there is, says nothing of what is shown.
+        return part not in ASKED or any(measure in self.limits for measure in ASKED[part] if measure != "plain")
 
 
 class Judge:
@@ -227,31 +228,44 @@ class Judge:
         self.images, self.captions = images, captions
         self.describe = describe
         self.looks = [look_at(image, describe) for image in self.images]
-        parts = [[look_at(middle_of(image, zoom)) for zoom in ZOOMS] for image in self.images]
-        self.zoomed = [(row, part) for row, own in enumerate(parts) for part in own]
+        self.zoomed = list(enumerate(self.looks))
+        for row, image in enumerate(self.images):
+            self.zoomed += [(row, look_at(middle_of(image, zoom))) for zoom in ZOOMS]
         self.zoomed_whole = torch.stack([overall_patterns(part) for _, part in self.zoomed])
         self.bank = bank_of(self.looks)
         self.mirrored = bank_of([look_at(ImageOps.mirror(image)) for image in self.images])
         self.parts = PartsFinder(self.looks)
         self.whole_images = torch.stack([overall(look) for look in self.looks])
-        self.whole_patterns = torch.stack([overall_patterns(look) for look in self.looks])
+        self.whole_patterns = self.zoomed_whole[: len(self.looks)]
         own = [strangeness(look, self.bank, [row]) for row, look in enumerate(self.looks)]
         self.usual_extremes = {
             scale: float(np.mean([float(each[scale].quantile(EXTREME)) for each in own])) + 1e-6 for scale in SCALES
         }
-        self.usual_distance = float(np.mean([self.whole_distance(look, [row]) for row, look in enumerate(self.looks)]))
+        apart = [self.whole_distance(whole, [row]) for row, whole in enumerate(self.whole_patterns)]
+        self.usual_distance = float(np.mean(apart))
         self.usual_means = {
             scale: float(np.mean([float(each[scale].mean()) for each in own])) + 1e-6 for scale in SCALES
         }
+        # A verdict asks for the measures of a sample in every round, and again to choose what is shown.
+        self.known: WeakKeyDictionary[Look, dict[str, float]] = WeakKeyDictionary()
 
     def measure(self, look: Look, without: Collection[int] = ()) -> dict[str, float]:
         """Each measure of a look; `without` are places of images that it is not compared with."""
+        if without:
+            return self.compared(look, without)
+        if look not in self.known:
+            self.known[look] = self.compared(look, ())
+        return self.known[look]
+
+    def compared(self, look: Look, without: Collection[int]) -> dict[str, float]:
+        """What `measure` returns, measured now."""
+        whole = overall_patterns(look)
         strange, turned = strangeness(look, self.bank, without), strangeness(look, self.mirrored, without)
         right, wrong = (sum(float(each[scale].mean()) for scale in SCALES[1:]) for each in (strange, turned))
         rows = [row for row in range(len(self.looks)) if row not in without]
         return self.foreign(look, rows) | {
             # As a whole, and in its coarse patterns wherever they are: what is fine is asked of other measures.
-            "unlike": self.whole_distance(look, without) / (2 * self.usual_distance + 1e-6)
+            "unlike": self.whole_distance(whole, without) / (2 * self.usual_distance + 1e-6)
             + float(strange[COARSEST].mean()) / (2 * self.usual_means[COARSEST]),
             "strange": float(np.mean([float(strange[scale].mean()) / self.usual_means[scale] for scale in SCALES])),
             "plain": -math.log(float(look.patterns[SCALES[0]].structured.float().mean()) + 1e-3),
@@ -262,17 +276,17 @@ class Judge:
             "turned": math.log((right + 1e-6) / (wrong + 1e-6)),
             "edge": math.log(look.edge),
             "grain": math.log(look.grain + 0.5),
-            "near": -math.log(self.nearest(look, without) + 1e-6),
+            "near": -math.log(self.nearest(look, whole, without) + 1e-6),
         }
 
-    def whole_distance(self, look: Look, without: Collection[int]) -> float:
-        """The distance of a look, as a whole, to the image that it is most like."""
-        apart = (self.whole_patterns - overall_patterns(look)).norm(dim=1)
+    def whole_distance(self, whole: Tensor, without: Collection[int]) -> float:
+        """The distance of a look's overall patterns [D] to those of the image that it is most like."""
+        apart = (self.whole_patterns - whole).norm(dim=1)
         return float(apart[[row for row in range(len(apart)) if row not in without]].amin())
 
-    def nearest(self, look: Look, without: Collection[int]) -> float:
-        """The distance of a look to the part of an image that it is most like, place by place."""
-        alike = (self.zoomed_whole - overall_patterns(look)).norm(dim=1).nan_to_num(torch.inf).argsort().tolist()
+    def nearest(self, look: Look, whole: Tensor, without: Collection[int]) -> float:
+        """The distance of a look, with overall patterns [D], to the part of an image that it is most like, place by place."""
+        alike = (self.zoomed_whole - whole).norm(dim=1).nan_to_num(torch.inf).argsort().tolist()
         parts = [self.zoomed[place] for place in alike]
         chosen = [part for row, part in parts if row not in without][:LOOKED_AT]
         return min(same_place_distance(look, part) for part in chosen)
@@ -325,7 +339,7 @@ def middle_of(image: Image.Image, share: float) -> Image.Image:
     """The middle of an image, a share of its sides, at the image's size."""
     left, top = (side * (1 - share) / 2 for side in image.size)
     box = (left, top, image.width - left, image.height - top)
-    return image if share == 1.0 else image.resize(image.size, Image.Resampling.BICUBIC, box)
+    return image.resize(image.size, Image.Resampling.BICUBIC, box)
 
 
 def limits_between(

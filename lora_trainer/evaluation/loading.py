@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +27,6 @@ from lora_trainer.models.frozen import empty_text_encoder
 from lora_trainer.models.lora_names import families_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from lora_trainer.models.family import Family
 
 WORST_SHOWN = 5  # modules that do not fit, of many

@@ -36,9 +36,9 @@ class Patterns:
     structured: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Look:
-    """What is seen of one image. `edge` is the width of its sharpest edges in pixels of the judged copy, `grain` its noise in
+    """What is seen of one image; equal to itself alone. `edge` is the width of its sharpest edges in pixels of the judged copy, `grain` its noise in
     levels of 255, `features` [D] what an outside encoder says of it."""
 
     patterns: Mapping[int, Patterns]
@@ -108,14 +108,14 @@ def edge_width(pixels: Tensor) -> float:
 
     NaN where a pixel is, infinite where nothing rises.
     """
+    if not bool(pixels.isfinite().all()):
+        return math.nan
     gray = pixels.mean(0)
     length = torch.hypot(*gradients(gray))
     steepest = length.flatten().topk(max(1, int(EDGE_SHARE * length.numel()))).indices
     around = unfold(pad(gray[None, None], (4, 4, 4, 4), mode="replicate"), 9)[0]
     rise = (around.amax(0) - around.amin(0))[steepest]
     step = length.flatten()[steepest]
-    if not bool(pixels.isfinite().all()):
-        return math.nan
     return float((rise / step).median()) if bool((step > 0).all()) else math.inf
 
 

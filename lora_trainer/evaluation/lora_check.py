@@ -359,15 +359,22 @@ def measure_samples(
     return parts, Sampled(unrelated, subject, judge, tested)
 
 
+def cannot_show(decibels: float | None) -> tuple[str, str] | None:
+    """Why a base that keeps so many dB of the images cannot show them, and what to do; None where it can, or nothing is known."""
+    if decibels is None or decibels >= LEAST_DECIBELS:
+        return None
+    reason = (
+        f"this base model cannot show these images: its autoencoder keeps {decibels:.0f} dB of them"
+        f" (least: {LEAST_DECIBELS:.0f})"
+    )
+    return reason, "Train on another base model, or at a higher resolution (data.resolution)."
+
+
 def not_comparable(images: RealImages) -> tuple[str, str] | None:
     """Why samples cannot be compared with the dataset's images, and what to do; None where they can."""
     count = len(images.every)
-    if images.decibels is not None and images.decibels < LEAST_DECIBELS:
-        reason = (
-            f"this base model cannot show these images: its autoencoder keeps {images.decibels:.0f} dB of them"
-            f" (least: {LEAST_DECIBELS:.0f})"
-        )
-        return reason, "Train on another base model, or at a higher resolution (data.resolution)."
+    if why := cannot_show(images.decibels):
+        return why
     if count >= FEWEST_REAL:
         return None
     if not count:

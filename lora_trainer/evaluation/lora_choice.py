@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from lora_trainer.evaluation.verdict import LINE, Cost, Estimate, Outcome, VerdictPart, outcome_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 WORTH = 0.05  # of the score, by which another candidate must be better: half of the way from good enough to all
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.evaluation.loading import adapted_modules, in_short, judged
-from lora_trainer.evaluation.part_words import MORE_SAMPLES, WORDS, own_value
+from lora_trainer.evaluation.part_words import LOOK_AT_THEM, MORE_SAMPLES, WORDS, own_value
 from lora_trainer.evaluation.verdict import NOT_COMPARED, SCALES, VerdictPart
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def part_findings(parts: Mapping[str, VerdictPart], minimum: float, *, may_grow:
             found.append(Finding(part.name, "error", f"{about.refused}: {measured}."))
         elif outcome == "unresolved":
             message = f"{about.title}: not decided, since the minimum lies within the interval: {measured}."
-            fix = MORE_SAMPLES if may_grow else about.resolve
+            fix = MORE_SAMPLES if may_grow else LOOK_AT_THEM
             if fix == MORE_SAMPLES and any(MORE_SAMPLES in each.fix for each in found):
                 fix = ""  # one command takes samples for all parts
             found.append(Finding(part.name, "warning", message, fix))

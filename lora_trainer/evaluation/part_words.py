@@ -19,21 +19,14 @@ class Words:
     """A part's title and question, and what is said of it.
 
     `refused` is what is wrong where it is refused (what to do then is in `remedies.py`), `fault` the same as the end of a
-    sentence, `resolve` what would decide it. `unit` is a sentence around its counts: `41 of 48 samples show it`; empty without one.
+    sentence. `unit` is a sentence around its counts: `41 of 48 samples show it`; empty without one.
     """
 
     title: str
     question: str
     refused: str
     fault: str
-    resolve: str
     unit: str
-    is_share: bool = False
-
-    def written(self, *values: float) -> str:
-        """`90 %`, `80 to 97 %`, `1.20`."""
-        digits = [f"{100 * value:,.0f}" if self.is_share else f"{value:.2f}" for value in values]
-        return " to ".join(digits).replace("-", "\N{MINUS SIGN}") + (" %" if self.is_share else "")
 
 
 WORDS: Mapping[str, Words] = {
@@ -42,7 +35,6 @@ WORDS: Mapping[str, Words] = {
         question="Does the file load whole, and does it change images?",
         refused="The LoRA does not work",
         fault="it does not work",
-        resolve="",
         unit="",
     ),
     "shows": Words(
@@ -50,74 +42,63 @@ WORDS: Mapping[str, Words] = {
         question="Do its images show the dataset's subject or style?",
         refused="Too many samples do not show what the dataset shows",
         fault="samples do not show what the dataset shows",
-        resolve=LOOK_AT_THEM,
         unit="{} samples show it",
-        is_share=True,
     ),
     "whole": Words(
         title="Whole",
         question="Are its images free of the faults that the judge can tell here?",
         refused="Too many samples are faulty: blurred, noisy, melted, or with parts that are missing or wrong",
         fault="samples are faulty",
-        resolve=LOOK_AT_THEM,
         unit="{} samples are without such a fault",
-        is_share=True,
     ),
     "follows_captions": Words(
         title="Follows captions",
         question="Do its images show what the prompt says?",
         refused="Samples do not follow their captions",
         fault="samples do not follow their captions",
-        resolve=LOOK_AT_THEM,
         unit="{} samples suit their caption",
-        is_share=True,
     ),
     "is_new": Words(
         title="New images",
         question="Are its images new, and no copies of the dataset's?",
         refused="Too many samples are copies of the dataset's images",
         fault="it copies the images",
-        resolve=LOOK_AT_THEM,
         unit="{} samples are no copy",
-        is_share=True,
     ),
     "varied": Words(
         title="Varied",
         question="Do two seeds of one prompt give different images?",
         refused="Other seeds give the same image",
         fault="other seeds give the same image",
-        resolve=LOOK_AT_THEM,
         unit="{} pairs of seeds differ",
-        is_share=True,
     ),
     "stays_away": Words(
         title="Stays away",
         question="Do prompts about other things leave the dataset out?",
         refused="Prompts about other things show the dataset's subject or style too",
         fault="prompts about other things show the dataset too",
-        resolve=LOOK_AT_THEM,
         unit="{} samples of other prompts do not show it",
-        is_share=True,
     ),
     "keeps_base": Words(
         title="Keeps the base",
         question="Do prompts about other things still give what they gave?",
         refused="Prompts about other things no longer show what they did",
         fault="other prompts no longer show what they did",
-        resolve=LOOK_AT_THEM,
         unit="{} samples of other prompts show what they did",
-        is_share=True,
     ),
 }
+
+
+def percents(*shares: float) -> str:
+    """`90 %`, `80 to 97 %`."""
+    return " to ".join(f"{100 * share:.0f}" for share in shares) + " %"
 
 
 def own_value(name: str, measure: Estimate, gate: float | None = None) -> str:
     """`41 of 48 samples show it (73 to 93 %); at least 65 % required`, with the interval and the gate, the part's own where None.
 
-    Without counts, the share is in their place: `85 %`.
+    Without counts the share is in their place: `85 %`.
     """
-    words, own = WORDS[name], SCALES[name]
-    counts = words.written(measure.value) if measure.of is None else f"{measure.count} of {measure.of}"
-    interval = words.written(measure.low, measure.high)
-    required = words.written(own.gate if gate is None else gate)
-    return f"{(words.unit or '{}').format(counts)} ({interval}); at least {required} required"
+    counts = percents(measure.value) if measure.of is None else f"{measure.count} of {measure.of}"
+    required = percents(SCALES[name].gate if gate is None else gate)
+    return f"{(WORDS[name].unit or '{}').format(counts)} ({percents(measure.low, measure.high)}); at least {required} required"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +24,6 @@ from lora_trainer.models.memory.phases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.models.family import Family
 

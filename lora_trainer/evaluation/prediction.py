@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,6 @@ from torch import Tensor
 from lora_trainer.models.memory.phases import PREDICTED_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from lora_trainer.evaluation.validation_loss import Predict
 
 SMALL_CELLS = 2048  # of latents: half of those of an image of 512 pixels a side

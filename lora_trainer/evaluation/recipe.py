@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL.PngImagePlugin import PngInfo
@@ -21,9 +22,6 @@ from lora_trainer.core.version import __version__
 from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import weights_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 ANOTHER = "Use another recipe."
 DTYPES = ("float32", "bfloat16", "float16")

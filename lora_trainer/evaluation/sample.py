@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,6 @@ from lora_trainer.models.memory.phases import DRAWN_AT_ONCE, drawn_on_a_cpu, pha
 from lora_trainer.models.textual_inversion import LearnedTokens, add_learned_tokens, from_embeddings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from lora_trainer.models.family import Family
 
 # Text embeddings by prompt, or by a prompt and the files of the control images that it was read with.

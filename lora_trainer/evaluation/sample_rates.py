@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lora_trainer.evaluation.judge import ASKED, LEAST_FOUND, Judge, Tested, is_beyond, overall, same_place_distance
+from lora_trainer.evaluation.judge import ASKED, Judge, Tested, is_beyond, overall, same_place_distance
 from lora_trainer.evaluation.likeness import DRAWS, differ
 from lora_trainer.evaluation.verdict import Estimate, VerdictPart
 
@@ -93,8 +93,7 @@ def caption_part(judge: Judge, tested: Tested, samples: Sequence[DrawnSample], l
     name = "follows_captions"
     if not differ(judge.captions):
         return VerdictPart(name, None, "all captions are alike")
-    passing, of = tested.untouched[name]
-    if not of or passing < LEAST_FOUND * of:
+    if not tested.is_measured(name):
         return VerdictPart(name, None, UNTOLD.format("what the captions say"), LOOK, is_needed=True)
     suiting = [judge.suits(each.look, each.prompt) for each in samples]
     # A prompt that shares no telling word with a caption asks for nothing that could be compared; a broken sample does not suit.

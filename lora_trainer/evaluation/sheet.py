@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -11,9 +13,6 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.evaluation.lettering import Font, fonts_for, legible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from PIL.PngImagePlugin import PngInfo
 
 SMALLEST, LARGEST = 256, 640  # sides of shown images, in pixels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ from lora_trainer.models.encoders import offload_layers
 from lora_trainer.models.textual_inversion import add_learned_tokens, from_embeddings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.validation_loss import EncodedSample
     from lora_trainer.export.weights import AdapterWeights

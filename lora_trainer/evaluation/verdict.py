@@ -47,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Scale:
-    """A part's gate in its own unit, and where its score is 0 and 1; smaller is better where `zero` lies above."""
+    """A part's gate in its own unit, and where its score is 0 and 1."""
 
     zero: float
     gate: float
@@ -104,10 +104,6 @@ class VerdictPart:
         score = SCALES[self.name].score
         ends = sorted((score(self.measure.low), score(self.measure.high)))
         return score(self.measure.value), ends[0], ends[1]
-
-    @property
-    def smaller_is_better(self) -> bool:
-        return SCALES[self.name].zero > SCALES[self.name].gate
 
     def outcome(self, minimum: float = LINE) -> Outcome | None:
         """Of this part alone, where its score must be at least `minimum`; None where it was not measured."""

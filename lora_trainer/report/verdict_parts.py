@@ -67,11 +67,11 @@ def verdict_parts(lora: Mapping[str, Any]) -> Iterator[PartInterval]:
         least = number(part.get("gate"))
         about = own_value(name, measure, least) if measure else ""
         outcome = outcome_within(low, high, gate)  # on the common scale
-        if measure is None or words is None:
+        if measure is None:
             word = ("yes" if value else "no") if name == "works" else f"{value:.2f}"
             yield PartInterval(name, title, question, value, low, high, outcome, about, gate, word, value)
             continue
-        shown = words.written(measure.value) if counts[1] is None else f"{counts[0]} of {counts[1]}"
+        shown = f"{measure.count} of {measure.of}"
         yield PartInterval(name, title, question, own[0], own[1], own[2], outcome, about, least, shown, value)
 
 

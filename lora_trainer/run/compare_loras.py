@@ -26,7 +26,6 @@ from lora_trainer.run.choices import usable_bytes
 from lora_trainer.run.counting import COMPARED, counting
 from lora_trainer.run.kept_steps import RunFiles, kept_steps, run_files
 from lora_trainer.run.release import WEIGHTS
-from lora_trainer.run.round_trip import kept_decibels
 from lora_trainer.run.sampling import BUILT_IN, drawing_of, parts_of, prefixed, rows_for, run_drawing, sample_rows
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
@@ -123,7 +122,6 @@ def compare_after_training(
     `gate` is the one of the verdict. A comparison that fails is printed and is None: the LoRA has its verdict.
     """
     config, inputs, choices = session.config, session.inputs, session.choices
-    images = replace(images, decibels=kept_decibels(inputs.facts, inputs.train, inputs.train_plan.views))
     for path in (session.folder / "samples").glob(f"{SHEET}*"):  # of an earlier end of this run
         if path.suffix in (".json", ".png"):
             path.unlink(missing_ok=True)

@@ -73,6 +73,7 @@ from lora_trainer.run.release import (
     withdraw_after,
 )
 from lora_trainer.run.room import room_for
+from lora_trainer.run.round_trip import kept_decibels
 from lora_trainer.run.sampling import draw_comparison, shown_images
 from lora_trainer.run.session import (
     Session,
@@ -564,8 +565,11 @@ def check_lora(
         console.print("validating the LoRA from its file")
         encoder = find_encoder(config, say=silent)
         gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
-        report = judge_lora(kohya, session, run.images, gate)
-        report = replace(report, choice=compare_after_training(session, run.images, kohya, step, report, gate))
+        inputs = session.inputs
+        decibels = kept_decibels(inputs.facts, inputs.train, inputs.train_plan.views)
+        images = replace(run.images, decibels=decibels)
+        report = judge_lora(kohya, session, images, gate)
+        report = replace(report, choice=compare_after_training(session, images, kohya, step, report, gate))
     elif is_decided:
         console.print(f"the LoRA is refused by its images alone: {NOTHING_ELSE}")
         report = LoraReport(config.gates.lora, {name: VerdictPart(name, None, NOTHING_ELSE) for name in SCALES})

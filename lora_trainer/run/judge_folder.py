@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -11,22 +10,22 @@ import torch
 
 from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
 from lora_trainer.core.findings import counted
-from lora_trainer.data.images.images import BrokenImageError, load_rgb
+from lora_trainer.data.images.images import IMAGE_ENDINGS, BrokenImageError, load_rgb
 from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import plan_plain
 from lora_trainer.evaluation.judge import Judge
 from lora_trainer.evaluation.looks import look_at
-from lora_trainer.evaluation.lora_check import FEWEST_REAL, LEAST_DECIBELS, plain_caption
+from lora_trainer.evaluation.lora_check import FEWEST_REAL, cannot_show, plain_caption
 from lora_trainer.evaluation.lora_findings import cannot_tell_findings, part_findings
 from lora_trainer.evaluation.lora_report import NO_ENCODER, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.sample_rates import BY_SAMPLES, DrawnSample, away_part, subject_parts
 from lora_trainer.evaluation.seeing import describing, load_encoder, to_image
 from lora_trainer.evaluation.verdict import SCALES, Cost, VerdictPart
-from lora_trainer.models.autoencoder import image_decoder, image_encoder, load_vae
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.inputs import measured_among, read_model, trained_framings
+from lora_trainer.run.round_trip import open_round_trip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
     from lora_trainer.evaluation.judge import Tested
 
-ENDINGS = (".png", ".webp", ".jpg", ".jpeg")
 FEWEST_SAMPLES = 4
 NOT_JUDGED = {
     "works": VerdictPart("works", None, "images were judged, not a file"),
@@ -63,9 +61,8 @@ def judge_images(
     images, captions, decibels = read_real(data, config)
     numbers = {"images": {"decibels": decibels}}
     say(f"{counted(len(drawn), 'image')} from {samples}, beside {counted(len(images), 'image')} of the dataset")
-    if decibels is not None and decibels < LEAST_DECIBELS:
-        why = f"this base model cannot show these images: its autoencoder keeps {decibels:.0f} dB of them"
-        parts = {**NOT_JUDGED, **{part: VerdictPart(part, None, why) for part in BY_SAMPLES}}
+    if why := cannot_show(decibels):
+        parts = {**NOT_JUDGED, **{part: VerdictPart(part, None, *why) for part in BY_SAMPLES}}
         return replace(report_of(parts, config.gates.lora, (), name), numbers=numbers)
     judge = Judge(images, captions, describe)
     say("testing the judge with planted faults")
@@ -108,7 +105,7 @@ def read_drawn(folder: Path, fewest: int, *, prompted: bool = True) -> list[tupl
     """The images of a folder, each with its prompt, in the order of their names. Raises UsageError, also for fewer than `fewest`."""
     if not folder.is_dir():
         raise UsageError(Problem("folder_missing", f"There is no folder {folder}.", "Check the path."))
-    paths = sorted(each for each in folder.iterdir() if each.suffix.lower() in ENDINGS)
+    paths = sorted(each for each in folder.iterdir() if each.suffix.lower() in IMAGE_ENDINGS)
     if len(paths) < fewest:
         message = f"{folder} has {counted(len(paths), 'image')}; at least {fewest} are needed."
         raise UsageError(
@@ -151,10 +148,5 @@ def read_real(data: Path, config: Config) -> tuple[list[Image.Image], list[str],
     captions = [plain_caption(sample.caption) for sample in samples]
     if config.model.path is None:
         return [to_image(each[0]) for each in pixels], captions, None
-    device = torch.device("cpu")
-    vae = load_vae(facts.path, torch.float32, device)
-    encode, decode = image_encoder(vae, device), image_decoder(vae, device)
-    shown = [decode(encode(each)[0]).clamp(-1.0, 1.0) for each in pixels]
-    errors = [float((one - other).square().mean()) for one, other in zip(shown, pixels, strict=True)]
-    decibels = sum(10.0 * math.log10(4.0 / max(error, 1e-8)) for error in errors) / len(errors)
-    return [to_image(each[0]) for each in shown], captions, decibels
+    kept = list(map(open_round_trip(facts), pixels))
+    return [to_image(shown[0]) for shown, _ in kept], captions, sum(ratio for _, ratio in kept) / len(kept)

@@ -33,7 +33,6 @@ from lora_trainer.optim.schedules import first_swa_step, warmup_length
 from lora_trainer.run.choices import DTYPES, Choices, usable_bytes
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import Inputs, trained_framings
-from lora_trainer.run.round_trip import kept_decibels
 from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
 from lora_trainer.run_folder.record import step_files
 from lora_trainer.training.build import trained_process
@@ -276,7 +275,6 @@ def judge_lora(lora: Path, session: Session, images: RealImages, gate: LoraGate)
     """
     config, inputs, console = session.config, session.inputs, session.console
     device, dtype = session.choices.device, session.choices.dtype
-    images = replace(images, decibels=kept_decibels(inputs.facts, inputs.train, inputs.train_plan.views))
 
     def judge(compute: Compute) -> LoraReport:
         with counting(console) as count:

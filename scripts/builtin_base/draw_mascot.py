@@ -3,7 +3,7 @@
     python scripts/builtin_base/draw_mascot.py OUT [--sheet FILE.png]
 
 Pomo always carries its sign in its left hand, which is on the right of the image, and its leaf points there too: a LoRA that
-was trained on mirrored images shows it. Everything has an outline, as in a picture book.
+was trained on mirrored images shows it. Everything has an outline, as in a children's book.
 """
 
 from __future__ import annotations

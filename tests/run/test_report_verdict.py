@@ -14,7 +14,7 @@ from lora_trainer.core.grid import image_name
 from lora_trainer.core.io import write_json
 from lora_trainer.evaluation.lora_findings import part_findings
 from lora_trainer.evaluation.lora_report import LoraReport
-from lora_trainer.evaluation.part_words import WORDS, own_value
+from lora_trainer.evaluation.part_words import LOOK_AT_THEM, WORDS, own_value
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
 from lora_trainer.report.gallery import KINDS
@@ -142,7 +142,7 @@ def test_what_is_not_decided_is_named_with_what_would_decide_it(status: str, tmp
     assert "Not decided yet" in text
     assert f"{WORDS['varied'].title}: not decided" in text
     assert "3 of 6" in text
-    assert WORDS["varied"].resolve in text
+    assert LOOK_AT_THEM in text
     assert "Yes, " not in text
 
 
