@@ -2,10 +2,10 @@
 
     python scripts/measure_settings.py scripts/settings_study.toml OUT --jobs 2
 
-Each arm of the study is trained on both drawn subjects with three seeds, 18 images trained and 6 held out. Then 16 images
-of the subject and 16 of unrelated shapes are made from the exported file and judged by their pixels. Finished cells are
-kept in OUT and not run again. The table's differences are paired with the first arm, or with that of --beside: same
-subject, same seed.
+Each arm of the study is trained on the drawn subjects with three seeds, 18 images trained and 6 held out. The verdict of
+each run counts its samples. Then 16 images of the subject and 16 of unrelated shapes are made from the exported file and
+judged by their pixels, by a judge that shares no code with the verdict. Finished cells are kept in OUT and not run again.
+The table's differences are paired with the first arm, or with that of --beside: same subject, same seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from builtin_base.drawing import TEMPLATES, random_scene
 from builtin_base.judge import fixed_prompts, judge, sample
 from builtin_base.reference import compare, subject_prompts
 
@@ -40,22 +38,25 @@ DATA = {"pomo": ROOT / "lora_trainer" / "builtin" / "pomo", "fungo": ROOT / "tes
 SEEDS = (42, 7, 1234)
 IMAGES = 16
 STEPS_AND_GUIDANCE = (20, 3.0)
-PRIOR_IMAGES = 36
 COMMON = (
     "validation.split=0.25",
     "sample.every_n_steps=0",
     "sample.count=1",
     "sample.num_inference_steps=1",
-    "gates.lora_check=off",
+    "gates.lora_check=full",
+    "gates.unresolved=accept",
     "hardware.threads=1",
 )
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}  # Student's t by the number of cells
 MEASURES = {
-    "val_loss": "validation loss",
+    "shows": "shows it",
+    "whole": "whole",
+    "stays_away": "stays away",
+    "keeps_base": "keeps the base",
     "subject": "subject and background right",
-    "fit": "fit of the subject",
     "shapes": "unrelated shapes right",
 }
+RATES = ("shows", "whole", "stays_away", "keeps_base")  # counted by the run's own verdict
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,6 @@ class Cell:
 def make_images(prompts: list[str], first_seed: int, lora: Path | None = None) -> list[Image.Image]:
     """Images of the base model, with a LoRA's file for diffusers if any."""
     return sample(BASE, prompts, 8, first_seed, lora, STEPS_AND_GUIDANCE)
-
-
-def make_prior(folder: Path) -> None:
-    """The base model's own images of its own prompts, none of which is judged, with captions."""
-    if folder.is_dir():
-        return
-    rng = random.Random(70_000)
-    prompts = [random_scene(rng).caption(TEMPLATES[number % len(TEMPLATES)]) for number in range(PRIOR_IMAGES)]
-    images = make_images(prompts, 500_000)
-    folder.mkdir(parents=True)
-    for number, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
-        image.save(folder / f"prior_{number:02}.png")
-        (folder / f"prior_{number:02}.txt").write_text(prompt + "\n", encoding="utf-8")
 
 
 def run_python(cell: Cell, arguments: list[str]) -> str:
@@ -109,26 +97,17 @@ def train(cell: Cell, arm: dict[str, Any], out: Path) -> Path:
     folder = out / cell.arm
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{cell.subject}-{cell.seed}"
-    sources = [{"path": str(DATA[cell.subject])}]
-    if arm.get("prior"):
-        sources.append({"path": str(out / "prior"), "is_reg": True})
-    lines = [
-        f'[[data.sources]]\npath = "{source["path"]}"' + "\nis_reg = true" * ("is_reg" in source) for source in sources
-    ]
-    config = folder / f"{name}.toml"
-    config.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     settings = [*COMMON, *(f"{key}={value}" for key, value in arm.get("settings", {}).items())]
     command = ["-m", "lora_trainer", "train", "--preset", arm.get("presets", "12gb")]
-    command += ["--config", str(config), "--output", str(folder), "--name", name, "--seed", str(cell.seed)]
+    command += ["--data", str(DATA[cell.subject]), "--output", str(folder), "--name", name, "--seed", str(cell.seed)]
     command += ["--resume", *(part for setting in settings for part in ("--set", setting))]
     run_python(cell, command)
     return folder / name
 
 
 def measure(cell: Cell, run: Path) -> dict[str, float]:
-    """What the exported file does, in shares of 1, and the run's validation losses."""
+    """What the exported file does, in shares of 1."""
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    losses = [json.loads(line) for line in (run / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
     lora = run / f"{run.name}.diffusers.safetensors"
     prompts, backgrounds = subject_prompts(cell.subject, IMAGES)
     images = make_images(prompts, 0, lora)
@@ -139,12 +118,11 @@ def measure(cell: Cell, run: Path) -> dict[str, float]:
         image.save(run / f"judged_{number:02}.png")
     right = [all(judge(image).right(scene)) for image, scene in zip(others, scenes, strict=True)]
     shown = [like.shows(background) for like, background in zip(likeness, backgrounds, strict=True)]
+    parts = record["lora"]["parts"]
+    counted = {name: parts[name]["count"] / parts[name]["of"] for name in RATES}
     return {
-        "val_loss": losses[-1]["loss"],
-        "val_loss_before": losses[0]["loss"],
-        "val_loss_lowest": min(row["loss"] for row in losses),
+        **counted,
         "subject": sum(shown) / IMAGES,
-        "fit": sum(max(0.0, like.fit) for like in likeness) / IMAGES,
         "shapes": sum(right) / IMAGES,
         "steps": record["steps"],
         "seconds": record["seconds"]["train"],
@@ -192,7 +170,7 @@ def table(found: dict[Cell, dict[str, float]], arms: list[str], about: dict[str,
         row = [f"{about[arm].get('title', arm)}", f"{found[cells[0]]['steps']:.0f}"]
         for key in MEASURES:
             mean = sum(found[cell][key] for cell in cells) / len(cells)
-            text = f"{mean:.4f}" if key == "val_loss" else f"{mean:.2f}"
+            text = f"{mean:.2f}"
             pairs = [(cell, Cell(arms[0], cell.subject, cell.seed)) for cell in cells]
             if arm != arms[0] and all(first in found for _, first in pairs):
                 difference, half = interval([found[cell][key] - found[first][key] for cell, first in pairs])
@@ -208,6 +186,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--arms", default=".*", help="a regular expression")
+    parser.add_argument("--subjects", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument(
         "--beside", metavar="ARM", help="the arm that the others are compared with (default: the first)"
     )
@@ -218,12 +197,10 @@ def main() -> int:
     arms = [arm for arm in about if re.fullmatch(args.arms, arm)]
     if args.beside:
         arms = [args.beside, *(arm for arm in arms if arm != args.beside)]
-    cells = [Cell(arm, subject, seed) for arm, seed, subject in product(arms, SEEDS, DATA)]
+    cells = [Cell(arm, subject, seed) for seed, subject, arm in product(SEEDS, args.subjects, arms)]
     args.out.mkdir(parents=True, exist_ok=True)
     if args.table:
         cells = [cell for cell in cells if (args.out / f"{cell.name}.json").is_file()]
-    else:
-        make_prior(args.out / "prior")
     with ThreadPoolExecutor(args.jobs) as pool:
         found = dict(zip(cells, pool.map(lambda cell: run_cell(cell, about[cell.arm], args.out), cells), strict=True))
     print(table(found, arms, about))

@@ -21,9 +21,27 @@ DEMO_PROMPTS = (
 )
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
-# Of what the base model was trained on: every color and shape, no background in the color of its shape.
+THINGS = (
+    "a frog",
+    "an alarm clock",
+    "a party popper",
+    "a teapot",
+    "a trophy",
+    "a taxi",
+    "a ghost",
+    "a castle",
+    "a hammer",
+    "a camera",
+    "a sunflower",
+    "a doughnut",
+    "a snail",
+    "a key",
+    "a tent",
+    "an eagle",
+)
+# Of what the base model was trained on: every color and shape, no background in the color of its shape, and named things.
 PROMPTS = tuple(
     f"a {COLORS[number % len(COLORS)]} {SHAPES[number % len(SHAPES)]} on a "
     f"{COLORS[(number + 1 + number // len(COLORS)) % len(COLORS)]} background"
-    for number in range(32)
-)
+    for number in range(16)
+) + tuple(f"an icon of {thing} in front of white" for thing in THINGS)
