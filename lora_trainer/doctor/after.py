@@ -16,6 +16,7 @@ from lora_trainer.run_folder.record import UNFINISHED
 if TYPE_CHECKING:
     from lora_trainer.doctor.run_facts import RunFacts
 
+REPORTED = "report.html lists what to change"
 AS_RECORDED = ("torch", "diffusers", "peft", "transformers")
 
 
@@ -77,17 +78,15 @@ def files(run: RunFacts) -> Lines:
 
 
 def scores(run: RunFacts) -> Lines:
-    """Both gates."""
-    report = run.report
-    for name, score in (("dataset score", report.dataset), ("LoRA score", report.lora)):
-        if score.value is None:
-            continue
-        found = f"{score.value:.2f}{f' ({score.outcome})' if score.outcome else ''}"
-        gate = "" if score.gate is None else f"at least {score.gate:.2f}"
-        if score.passed:
-            yield ok(name, found, gate)
-        else:
-            yield warning(name, found, gate or "passed", "report.html lists what to change")
+    """Both gates: the dataset's score, and the outcome of the LoRA's verdict."""
+    dataset, lora = run.report.dataset, run.report.lora
+    if dataset.value is not None:
+        found = f"{dataset.value:.2f}"
+        gate = "passed" if dataset.gate is None else f"at least {dataset.gate:.2f}"
+        yield ok("dataset score", found, gate) if dataset.passed else warning("dataset score", found, gate, REPORTED)
+    if lora.value is not None:
+        outcome = lora.outcome or ("passed" if lora.passed else "refused")
+        yield ok("LoRA", outcome) if lora.passed else warning("LoRA", outcome, "passed", REPORTED)
 
 
 def targets(run: RunFacts) -> Lines:

@@ -28,10 +28,9 @@ STYLES = {
     "cancelled": "yellow",
     "running": "bold cyan",
 }
-WORDS = {"dataset": "data", "lora": "LoRA"}
 Show = Callable[[Sequence[QueuedJob]], None]
 AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
-COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "LoRA", "outcome", "time", "what is wrong")
+COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "outcome", "time", "what is wrong")
 
 
 @contextmanager
@@ -98,7 +97,7 @@ def table(
     hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
     found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs) + hidden, caption_justify="left")
     for title in titles:
-        right = title in ("step", "loss", "val_loss", "data", "LoRA", "time")
+        right = title in ("step", "loss", "val_loss", "data", "time")
         folds = title in ("dataset", "what is wrong") and with_reasons and not one_line
         overflow: OverflowMethod = "ellipsis" if one_line else "fold"
         found.add_column(title, justify="right" if right else "left", no_wrap=not folds, overflow=overflow)
@@ -115,7 +114,6 @@ def table(
             _number(job.loss, 4),
             _number(job.val_loss, 4),
             _number(job.scores.get("dataset"), 2),
-            _number(job.scores.get("lora"), 2),
             job.outcome or "",
             duration(spent(job)) if spent(job) else "",
             short(job.reason),
@@ -133,10 +131,13 @@ def line(job: QueuedJob) -> str:
         if job.phase != "training" or not job.total:
             return f"{job.name}: {job.phase}"
         return f"{job.name}: training, {25 * (4 * (job.step or 0) // job.total)} % of {job.total} steps"
-    outcomes = {"lora": f" {job.outcome}" if job.outcome else ""}
-    known = [(what, value) for what, value in job.scores.items() if value is not None]
-    scores = [f"{WORDS[what]}{outcomes.get(what, '')} {value:.2f}" for what, value in known]
-    parts = [f"{job.name}: {job.status}", *scores, *([duration(spent(job))] if spent(job) else [])]
+    parts = [f"{job.name}: {job.status}"]
+    if (score := job.scores.get("dataset")) is not None:
+        parts.append(f"data {score:.2f}")
+    if job.outcome:
+        parts.append(f"LoRA {job.outcome}")
+    if seconds := spent(job):
+        parts.append(duration(seconds))
     return ", ".join(parts) + (f": {short(job.reason)}" if job.reason else "")
 
 

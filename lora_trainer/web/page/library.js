@@ -3,9 +3,9 @@
 import { post, remove } from "./api.js";
 import { LoraFile } from "./lora_file.js";
 import { ToolDialog, ToolTasks } from "./lora_tools.js";
-import { OUTCOMES } from "./rows.js";
+import { OUTCOMES, rankOf } from "./rows.js";
 import { PathField } from "./settings_form.js";
-import { Button, Dialog, Problems, Result, Status, bytes, html, moment, score, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Problems, Result, Status, bytes, html, moment, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
 
 // The style of these pages alone; they are shown when it is there.
 await new Promise((done) => {
@@ -18,7 +18,7 @@ const AT_ONCE = 60;
 const SORTS = {
   newest: ["newest first", (a, b) => b.changed - a.changed],
   name: ["name", (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true })],
-  score: ["LoRA score", (a, b) => (b.score ?? -1) - (a.score ?? -1) || b.changed - a.changed],
+  verdict: ["best verdict", (a, b) => rankOf(b) - rankOf(a) || b.changed - a.changed],
   rank: ["rank", (a, b) => (b.rank ?? 0) - (a.rank ?? 0) || b.changed - a.changed],
   size: ["size", (a, b) => b.size - a.size],
 };
@@ -108,7 +108,7 @@ function Card({ row, isChosen, isTwin, onChoose }) {
             ${isTwin && html`<span class="note long">${row.name}</span>`}
             <span class="note">${facts.filter(Boolean).join(" · ")}</span>
             ${row.trigger && html`<span class="note">trigger word: ${row.trigger}</span>`}
-            <span class="note">${row.step !== null ? `step ${whole(row.step)} of ${row.run_name}` : row.score !== null ? html`LoRA score <b>${score(row.score)}</b>` : row.from === "library" ? `from a tool, ${bytes(row.size)}` : moment(row.changed)}</span>`}
+            <span class="note">${row.step !== null ? `step ${whole(row.step)} of ${row.run_name}` : row.from === "library" ? `from a tool, ${bytes(row.size)}` : moment(row.changed)}</span>`}
     </div></article>`;
 }
 

@@ -5,7 +5,7 @@ import { ToolDialog, ToolTasks } from "./lora_tools.js";
 import { OUTCOMES } from "./rows.js";
 import { SampleBox } from "./sample_box.js";
 import { TaskState, useTask } from "./task.js";
-import { Button, Dialog, Problems, Result, Status, bytes, html, moment, score, shown, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Problems, Result, Status, bytes, html, moment, shown, useAction, useDocument, useEffect, useLive, useState, whole } from "./ui.js";
 
 const TONES = { whole: "good", "in part": "warn", not: "bad", unknown: "" };
 const WORDS = { whole: "yes", "in part": "in part", not: "no", unknown: "not known" };
@@ -64,7 +64,7 @@ function Facts({ lora }) {
     <h2>Facts</h2>
     ${lora.outcome && html`<p><${Status} status=${lora.outcome} words=${OUTCOMES[lora.outcome]} /></p>`}
     <dl class="pairs">${rows.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}
-      ${lora.run && html`<dt>run</dt><dd><a href=${`#/verdict/${encodeURIComponent(lora.run)}`}>Verdict of ${lora.run_name}</a>${lora.score !== null ? `, LoRA score ${score(lora.score)}` : ""}</dd>`}
+      ${lora.run && html`<dt>run</dt><dd><a href=${`#/verdict/${encodeURIComponent(lora.run)}`}>Verdict of ${lora.run_name}</a></dd>`}
       ${lora.other_format && html`<dt>other format</dt><dd><a href=${`#/library/${lora.other_format}`}>${lora.format === "diffusers" ? "kohya" : "diffusers"}</a></dd>`}</dl>
     <p class="note">${lora.path}</p></section>`;
 }

@@ -1,9 +1,9 @@
 // The queue: jobs in order, the workers that train them, and a folder of datasets to add.
 
 import { post } from "./api.js";
-import { useRows } from "./rows.js";
+import { OUTCOMES, useRows } from "./rows.js";
 import { PathField } from "./settings_form.js";
-import { Button, Dialog, Field, Problems, Progress, Result, Status, duration, html, score, shown, typedNumber, useAction, useDocument, useLive, useState, whole } from "./ui.js";
+import { Button, Dialog, Field, Problems, Progress, Result, Status, duration, html, shown, typedNumber, useAction, useDocument, useLive, useState, whole } from "./ui.js";
 
 // The style of this page alone; it is shown when it is there.
 await new Promise((done) => {
@@ -60,7 +60,7 @@ export function Queue() {
       <${Result} action=${action} /></section>
     ${queue.jobs.length
       ? html`<section class="card table jobs"><table>
-        <thead><tr><th>job</th><th>status</th><th>progress</th><th class="number">LoRA score</th><th>priority</th><th>change</th></tr></thead>
+        <thead><tr><th>job</th><th>status</th><th>progress</th><th>verdict</th><th>priority</th><th>change</th></tr></thead>
         <tbody>${queue.jobs.slice(0, most).map((job) => html`<${Job} key=${job.name} job=${{ ...job, ...pick(steps[job.id]) }} of=${of} onCancel=${cancel} busy=${action.busy} />`)}</tbody></table>
         ${queue.jobs.length > most && html`<p><${Button} onClick=${() => show(most + AT_ONCE)}>Show more (${whole(queue.jobs.length - most)})<//></p>`}</section>`
       : html`<div class="card empty"><h2>No job waits</h2><p>Add a folder of dataset folders: each becomes a LoRA, one after the other.</p></div>`}
@@ -78,7 +78,7 @@ function Job({ job, of, onCancel, busy }) {
     <td>${job.step || !canCancel || isRunning ? html`<a href=${`#/run/${encodeURIComponent(job.id)}`}>${job.name}</a>` : job.name}<br /><span class="note place">${job.data}</span></td>
     <td><${Status} status=${job.status} /> ${job.reason && html`<span class="note">${job.reason}</span>`}</td>
     <td>${job.total ? html`<${Progress} step=${job.step} total=${job.total} label=${`progress of ${job.name}`} /><span class="note">${isRunning && job.phase ? `${job.phase}, ` : ""}step ${whole(job.step)} of ${whole(job.total)}</span>` : isRunning ? (job.phase ?? "starting") : ""}</td>
-    <td class="number" data-label="LoRA score">${score(job.scores?.lora ?? job.score ?? null)}</td>
+    <td data-label="verdict">${job.outcome && html`<${Status} status=${job.outcome} words=${OUTCOMES[job.outcome]} />`}</td>
     <td data-label="priority"><div class="row"><${Button} kind="small" aria-label=${`Raise the priority of ${job.name}`} disabled=${busy || job.status !== "waiting"} onClick=${() => of(job, "priority", { priority: job.priority + 1 })}>↑<//>
       ${whole(job.priority)}<${Button} kind="small" aria-label=${`Lower the priority of ${job.name}`} disabled=${busy || job.status !== "waiting"} onClick=${() => of(job, "priority", { priority: job.priority - 1 })}>↓<//></div></td>
     <td>${canCancel ? html`<${Button} kind="small danger" busy=${busy} onClick=${() => onCancel(job)} aria-label=${`Cancel ${job.name}`}>Cancel<//>` : job.status !== "done" && html`<${Button} kind="small" busy=${busy} onClick=${() => of(job, "retry")} aria-label=${`Retry ${job.name}`}>Retry<//>`}</td></tr>`;

@@ -5,6 +5,9 @@ import { useCallback, useEffect, useLive, useRef, useState } from "./ui.js";
 
 export const OUTCOMES = { passed: "passed, ready to use", refused: "refused, below the minimum", unresolved: "not decided", missing: "its file is missing" };
 
+// To order rows by their verdict; -1 without one.
+export const rankOf = (row) => ["refused", "unresolved", "passed"].indexOf(row.outcome);
+
 export const placeOf = (row) => `#/${!row.is_live && row.scores.lora !== null ? "verdict" : "run"}/${encodeURIComponent(row.id)}`;
 
 export const leftOf = (row, seconds) => (row?.is_live && row.total > (row.step ?? 0) && seconds ? (row.total - (row.step ?? 0)) * seconds : null);

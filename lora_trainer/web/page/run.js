@@ -2,11 +2,11 @@
 
 import { post, remove } from "./api.js";
 import { Chart, smooth } from "./chart.js";
-import { leftOf } from "./rows.js";
+import { OUTCOMES, leftOf } from "./rows.js";
 import { startLike } from "./run_like.js";
 import { SettingField, belongsTo } from "./settings_form.js";
 import {
-  Button, Dialog, Field, FileList, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, useAction, useDocument,
+  Button, Dialog, Field, FileList, Problems, Progress, Result, Status, bytes, duration, html, moment, shown, useAction, useDocument,
   useEffect, useLive, useMemo, useState, whole,
 } from "./ui.js";
 
@@ -72,7 +72,7 @@ export function Run({ id, rest }) {
       <p class="note">${[run.is_live && progress.phase, run.model?.family, `started ${moment(run.started)}`].filter(Boolean).join(" · ")}</p>
       ${phase === "validating" && progress.step >= progress.total ? html`<${Checking} id=${id} />` : html`<${Progress} step=${progress.step ?? 0} total=${progress.total} label="training progress" />`}
       <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
-        ${scores.lora !== null && scores.lora !== undefined && html`<div><dt>LoRA score</dt><dd><a href=${`#/verdict/${encodeURIComponent(id)}`}>${score(scores.lora)}, verdict</a></dd></div>`}
+        ${scores.lora !== null && scores.lora !== undefined && html`<div><dt>verdict</dt><dd><a href=${`#/verdict/${encodeURIComponent(id)}`}>${OUTCOMES[run.outcome] ?? "open it"}</a></dd></div>`}
       </dl>
     </section>`}
     <div class="tabs" role="tablist" aria-label="Parts of the run" onKeyDown=${(event) => {

@@ -1,7 +1,7 @@
 // All runs: found by words, ordered, chosen to be compared. The list holds thousands, see virtual.js.
 
-import { placeOf, useRows } from "./rows.js";
-import { Problems, Progress, Status, html, moment, score, shown, useMemo, useState, whole } from "./ui.js";
+import { placeOf, rankOf, useRows } from "./rows.js";
+import { Problems, Progress, Status, html, moment, shown, useMemo, useState, whole } from "./ui.js";
 import { VirtualRows } from "./virtual.js";
 
 const MOST_COMPARED = 6;
@@ -9,7 +9,7 @@ const number = (value, otherwise) => value ?? otherwise;
 const ORDERS = {
   newest: ["newest first", (a, b) => Number(b.is_live) - Number(a.is_live) || number(b.started, 0) - number(a.started, 0)],
   name: ["by name", (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true })],
-  score: ["best LoRA score", (a, b) => number(b.scores.lora, -1) - number(a.scores.lora, -1)],
+  verdict: ["best verdict", (a, b) => rankOf(b) - rankOf(a)],
   val_loss: ["lowest val_loss", (a, b) => number(a.val_loss, Infinity) - number(b.val_loss, Infinity)],
 };
 const STATES = {
@@ -71,6 +71,6 @@ function Row({ row, isMarked, onMark }) {
       <span class="note cut">${words.filter(Boolean).join(" · ")}</span>
       ${row.is_live && html`<${Progress} step=${row.step} total=${row.total} label=${`progress of ${row.name}`} />`}</span>
     <span class="side"><${Status} status=${row.outcome ?? row.status} isLive=${row.is_live} />
-      <span class="note">${row.scores.lora !== null ? `LoRA score ${score(row.scores.lora)}` : row.total ? `step ${whole(row.step)} of ${whole(row.total)}` : ""}</span></span>
+      <span class="note">${row.total && !row.outcome ? `step ${whole(row.step)} of ${whole(row.total)}` : ""}</span></span>
   </div>`;
 }

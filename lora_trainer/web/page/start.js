@@ -4,7 +4,7 @@ import { get, post } from "./api.js";
 import { OUTCOMES, leftOf, placeOf, useRows } from "./rows.js";
 import { TaskState } from "./task.js";
 import {
-  Bar, Button, Problems, Progress, Result, Status, bytes, duration, html, moment, score, shown, useAction, useCallback, useDocument, useEffect,
+  Bar, Button, Problems, Progress, Result, Status, bytes, duration, html, moment, shown, useAction, useCallback, useDocument, useEffect,
   useLive, useState, whole,
 } from "./ui.js";
 
@@ -36,8 +36,7 @@ export function Start() {
           <ul class="plain">${judged.map((row) => html`<li key=${row.id}><a class="run" href=${placeOf(row)}>
             ${row.preview ? html`<img src=${`${row.preview}?width=128`} alt="" loading="lazy" />` : html`<span class="blank"></span>`}
             <span><span class="name cut">${row.name}</span><span class="note cut">${[row.family, moment(row.ended)].filter(Boolean).join(" · ")}</span></span>
-            <span class="side"><${Status} status=${row.outcome ?? row.status} words=${OUTCOMES[row.outcome]} />
-              <span class="note">${row.scores.lora === null ? "" : `LoRA score ${score(row.scores.lora)}`}</span></span></a></li>`)}</ul></section>`}
+            <span class="side"><${Status} status=${row.outcome ?? row.status} words=${OUTCOMES[row.outcome]} /></span></a></li>`)}</ul></section>`}
       </div>
       <div class="stack">
         <${Machine} />
