@@ -2,9 +2,9 @@
 
     python scripts/measure_settings.py scripts/settings_study.toml OUT --jobs 2
 
-Each arm of the study is trained on the drawn subjects with three seeds, 18 images trained and 6 held out. The verdict of
-each run counts its samples. Then 16 images of the subject and 16 of unrelated shapes are made from the exported file and
-judged by their pixels, by a judge that shares no code with the verdict. Finished cells are kept in OUT and not run again.
+Each arm of the study is trained on the drawn subjects with three seeds. The verdict of each run counts its samples. Then
+16 images of unrelated shapes are made from the exported file and judged by their pixels, by a judge that shares no code
+with the verdict. Finished cells are kept in OUT and not run again.
 The table's differences are paired with the first arm, or with that of --beside: same subject, same seed.
 """
 
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from builtin_base.judge import fixed_prompts, judge, sample
-from builtin_base.reference import compare, subject_prompts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,7 +38,6 @@ SEEDS = (42, 7, 1234)
 IMAGES = 16
 STEPS_AND_GUIDANCE = (20, 3.0)
 COMMON = (
-    "validation.split=0.25",
     "sample.every_n_steps=0",
     "sample.count=1",
     "sample.num_inference_steps=1",
@@ -53,7 +51,6 @@ MEASURES = {
     "whole": "whole",
     "stays_away": "stays away",
     "keeps_base": "keeps the base",
-    "subject": "subject and background right",
     "shapes": "unrelated shapes right",
 }
 RATES = ("shows", "whole", "stays_away", "keeps_base")  # counted by the run's own verdict
@@ -109,20 +106,15 @@ def measure(cell: Cell, run: Path) -> dict[str, float]:
     """What the exported file does, in shares of 1."""
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     lora = run / f"{run.name}.diffusers.safetensors"
-    prompts, backgrounds = subject_prompts(cell.subject, IMAGES)
-    images = make_images(prompts, 0, lora)
-    likeness = [compare(image, cell.subject) for image in images]
     neutral, scenes = fixed_prompts(IMAGES)
     others = make_images(neutral, 0, lora)
-    for number, image in enumerate([*images, *others]):
+    for number, image in enumerate(others):
         image.save(run / f"judged_{number:02}.png")
     right = [all(judge(image).right(scene)) for image, scene in zip(others, scenes, strict=True)]
-    shown = [like.shows(background) for like, background in zip(likeness, backgrounds, strict=True)]
     parts = record["lora"]["parts"]
     counted = {name: parts[name]["count"] / parts[name]["of"] for name in RATES}
     return {
         **counted,
-        "subject": sum(shown) / IMAGES,
         "shapes": sum(right) / IMAGES,
         "steps": record["steps"],
         "seconds": record["seconds"]["train"],

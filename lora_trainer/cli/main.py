@@ -216,7 +216,14 @@ def _demo(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     problems = list(unknown)
     presets, user = layers_from(arguments, problems, presets_if_none=["12gb"])
     # A miniature draws roughly: that some of its images have faults is said, and no reason to fail.
-    own = Layer("demo", {"sample": {"prompts": DEMO_PROMPTS}, "gates": {"unresolved": "accept"}})
+    own = Layer(
+        "demo",
+        {
+            "captions": {"trigger_word": "pomo"},
+            "sample": {"prompts": DEMO_PROMPTS},
+            "gates": {"unresolved": "accept"},
+        },
+    )
     return _run(arguments, settled(presets, [own, *user], problems), enforce_gates=True)
 
 

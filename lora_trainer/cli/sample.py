@@ -25,7 +25,7 @@ from lora_trainer.run.sampling import (
     parts_of,
     prefixed,
     rows_for,
-    triggers,
+    triggers_of,
     with_control_images,
 )
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 
 MOST_IMAGES = 4096
-TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,7 @@ def sample_command(
     metadata = _readable(path)
     run = run_beside(path)
     config = read_as_trained(config, None if run is None else run.config, metadata)
-    trigger_words = triggers(config) or tuple(
-        filter(None, [metadata.get(TRIGGER_PHRASE, "").partition(",")[0].strip()])
-    )
+    trigger_words = triggers_of(config, metadata)
     if not trigger_words and any(TRIGGER in prompt for prompt in prompts):
         message = f"A prompt has {TRIGGER}, but neither captions.trigger_word nor the header of {path.name} names a trigger word."
         raise UsageError(

@@ -79,6 +79,12 @@ def has_trigger(text: str, trigger: str | None) -> bool:
     return _pattern(trigger).search(text) is not None
 
 
+def without_trigger(text: str, trigger: str) -> str:
+    """The text without the trigger, and without the comma or the double space that it leaves."""
+    parts = (" ".join(part.split()) for part in _pattern(trigger).sub("", text).split(","))
+    return ", ".join(part for part in parts if part)
+
+
 @lru_cache(maxsize=64)
 def _pattern(trigger: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w){re.escape(trigger)}(?!\w)", re.IGNORECASE)

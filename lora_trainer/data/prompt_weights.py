@@ -77,3 +77,8 @@ def spoken(text: str) -> str | WeightedText:
     """The caption for the text encoder: weighted parts, or plain text where all words weigh the same."""
     parts = parse_weights(text)
     return parts if any(weight != 1.0 for _, weight in parts) else "".join(part for part, _ in parts)
+
+
+def plain_caption(caption: str | WeightedText) -> str:
+    """The caption's text, without weights."""
+    return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)

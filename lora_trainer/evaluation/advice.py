@@ -33,7 +33,7 @@ def what_to_use(choice: LoraChoice) -> str:
     """The chosen candidate, where it passes; else which ones pass, or that none does."""
     usual, found = choice.usual, choice.of(choice.chosen)
     strengths, steps = ({getattr(each.candidate, what) for each in choice.scores} for what in ("strength", "step"))
-    outcome, named = found.outcome(choice.minimum), name_of(found.candidate, usual.candidate)
+    outcome, named = choice.outcome, name_of(found.candidate, usual.candidate)
     if found is usual and len(strengths) == 1:
         named = f"step {found.candidate.step}, as exported"
     why = "" if found is usual else f": {gain_of(found, usual)}"

@@ -17,7 +17,8 @@ kept.
 
 **Rounds.** Each round samples as many prompts as a lite verdict, up to four times: first with every candidate, then with the better half
 of those that are neither surely better or worse nor hardly worth choosing (successive halving). The base's half is measured once for
-all (`data/caches/base_features.py`).
+all (`data/caches/base_features.py`). A candidate that is chosen in place of the usual one is measured once more with other seeds, and
+passes by these alone: the best of several looks better than it is.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ from lora_trainer.evaluation.lora_check import (
     not_comparable,
     open_lora,
     places_of,
-    plain_caption,
     tested_judge,
 )
 from lora_trainer.evaluation.lora_choice import WORTH, Candidate, CandidateScore, LoraChoice
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 LEVEL = 0.95
+FRESH = 16  # samples of a chosen candidate that took no part in the choice; unrelated prompts have two seeds each
 
 
 def compared_effort() -> Effort:
@@ -115,7 +116,7 @@ def compare_candidates(
             left = [each for each in left if each in found]
             if left[:1] != [candidates[0]] or len(found) < 2:
                 return None
-            parts = {each: contest.parts_of(found[each]) for each in left}
+            parts = {each: contest.parts_of(found[each], effort.looks) for each in left}
             if all(part.measure is None for part in parts[candidates[0]].values()):
                 return None
             scores |= compared(parts, candidates[0], start + effort.round)
@@ -127,8 +128,14 @@ def compare_candidates(
             if len(left) == 1:
                 break
         ordered = tuple(scores[each] for each in candidates if each in scores)
+        chosen = choose(ordered)
+        fresh = None
+        if chosen != candidates[0]:
+            compute.say(f"measuring {chosen.name} again, with other seeds")
+            again = contest.measure(chosen, candidates, range(effort.most, effort.most + FRESH))
+            fresh = None if again is None else contest.parts_of(again, looks=1)
         cost = Cost(contest.passes, round(time.monotonic() - began, 2))
-    choice = LoraChoice(ordered, choose(ordered), cost, gate.minimum)
+    choice = LoraChoice(ordered, chosen, cost, gate.minimum, fresh)
     return replace(choice, advice=advice_on(choice))
 
 
@@ -161,7 +168,7 @@ class Contest:
         images = self.images
         with opened.at(candidate.strength) as studio:
             prompted = studio.original.samples
-            texts = [plain_caption(each.caption) for each in prompted]
+            texts = [each.text for each in prompted]
             self.judge = self.judge or tested_judge(studio, images, texts)
             if self.judge is None:
                 return None
@@ -193,11 +200,10 @@ class Contest:
         self.opened = opened
         return opened
 
-    def parts_of(self, found: Evidence) -> dict[str, VerdictPart]:
-        """The parts of the verdict that samples give, in the verdict's order."""
+    def parts_of(self, found: Evidence, looks: int) -> dict[str, VerdictPart]:
+        """The parts of the verdict that samples give, in the verdict's order; `looks` is how often they are looked at, at most."""
         assert self.judge is not None
         judge, tested = self.judge
-        looks = compared_effort().looks
         parts = counted_parts(judge, tested, (found.subject, found.unrelated), looks, is_edit=self.images.is_edit)
         return {name: parts[name] for name in SCALES if name in parts}
 

@@ -249,6 +249,11 @@ class Judge:
         # A verdict asks for the measures of a sample in every round, and again to choose what is shown.
         self.known: WeakKeyDictionary[Look, dict[str, float]] = WeakKeyDictionary()
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an outside encoder describes the images."""
+        return self.looks[0].features is not None
+
     def measure(self, look: Look, without: Collection[int] = ()) -> dict[str, float]:
         """Each measure of a look; `without` are places of images that it is not compared with."""
         if without:

@@ -65,9 +65,10 @@ from lora_trainer.evaluation.prediction import Passes, in_batches, in_parts, row
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.sample_rates import BY_SAMPLES, DrawnSample, counted_parts, kept_part
 from lora_trainer.evaluation.seeing import open_eyes
-from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, choose_shown
+from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, ShownSample, choose_shown, shown_by_trigger
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
 from lora_trainer.evaluation.tracking import gain_by_noise
+from lora_trainer.evaluation.trigger_prompts import TriggerPrompts, trigger_prompts
 from lora_trainer.evaluation.validation_loss import (
     MICRO,
     EncodedSample,
@@ -115,7 +116,8 @@ class LoraGate:
 
     `minimum` is the least score of each part, 0 to refuse nothing. `check` is one of `LORA_CHECKS`. The judge also compares images by
     an outside `encoder`, if there is one. `cache` is the folder in which what is measured of the base
-    model alone is kept; None keeps nothing. `strengths` are those at which `OpenLora.at` can
+    model alone is kept; None keeps nothing. Of a `trigger` word a full check also draws what it does alone and what the
+    captions show without it, to look at. `strengths` are those at which `OpenLora.at` can
     use the LoRA; a verdict is measured at strength 1 alone.
     """
 
@@ -124,6 +126,7 @@ class LoraGate:
     prompts: Sequence[str] = NEUTRAL_PROMPTS
     encoder: EncoderFolder | None = None
     cache: Path | None = None
+    trigger: str = ""
     strengths: Sequence[float] = (1.0,)
 
 
@@ -192,9 +195,10 @@ def open_lora(
     facts, process = family.describe(base), family.denoiser.make_process(base)
     prompts = gate.prompts[: effort.unrelated]
     is_guided = family.pipeline.sampling_defaults(base).negative
-    original = encoded_texts(
-        text_reader(family, facts, dtype, encoding, usable or None), prompts, images, compute, is_guided=is_guided
-    )
+    read = text_reader(family, facts, dtype, encoding, usable or None)
+    uncounted = uncounted_of(images, gate, effort).samples
+    original = encoded_texts(read, prompts, images, uncounted, compute, is_guided=is_guided)
+    del read
     free_memory(device)  # the encoders, before the pipeline loads its own
     compute.say("loading the LoRA on a fresh copy of the base model")
     # Only the denoiser runs: the rest of the pipeline need not fit on the GPU with it.
@@ -253,15 +257,22 @@ def open_lora(
 
 
 def encoded_texts(
-    read: EncodeTexts, prompts: Sequence[str], images: RealImages, compute: Compute, *, is_guided: bool
+    read: EncodeTexts,
+    prompts: Sequence[str],
+    images: RealImages,
+    uncounted: Sequence[EncodedSample],
+    compute: Compute,
+    *,
+    is_guided: bool,
 ) -> EncodedTexts:
-    """The embeddings of the neutral prompts, and the real images and those with longer captions with theirs.
+    """The embeddings of the neutral prompts, and the real images, those with longer captions and those that are not counted with theirs.
 
     With guidance, images whose captions are read with control images also have the embedding of an empty one.
     """
     longer = with_added_words(images.every)
-    text = read_each(read, [*prompts, *(with_seen(each.caption, each.seen) for each in longer)])
-    measured = [*images.every, *longer]
+    measured = [*images.every, *longer, *uncounted]
+    new = measured[len(images.every) :]
+    text = read_each(read, [*prompts, *(with_seen(each.caption, each.seen) for each in new)])
     if is_guided and any(each.seen for each in measured):
         empties = read_each(read, [with_seen("", each.seen) for each in measured])
         measured = [replace(each, empty=empty) for each, empty in zip(measured, empties, strict=True)]
@@ -270,9 +281,18 @@ def encoded_texts(
         for name in text[0]
     }
     known, rest = measured[: len(images.every)], measured[len(images.every) :]
-    return EncodedTexts(
-        neutral, [*known, *(replace(each, cond=row) for each, row in zip(rest, text[len(prompts) :], strict=True))]
-    )
+    with_text = [replace(each, cond=row) for each, row in zip(rest, text[len(prompts) :], strict=True)]
+    return EncodedTexts(neutral, [*known, *with_text[: len(longer)]], with_text[len(longer) :])
+
+
+def uncounted_of(images: RealImages, gate: LoraGate, effort: Effort) -> TriggerPrompts:
+    """The prompts with and without the trigger word that a full check draws to look at."""
+    if gate.check != "full" or not_comparable(images):
+        return TriggerPrompts()
+    count = len(images.every)
+    prompts = count + len(with_added_words(images.every))
+    places = [place for place in places_of(range(effort.round), count, prompts) if place < count]
+    return trigger_prompts(images.every, places, gate.trigger)
 
 
 def measure_lora(
@@ -313,7 +333,12 @@ def measure_lora(
         },
     }
     prompted = studio.original.samples
-    shown = choose_shown(sampled, prompted, gate.prompts, SHOWN[gate.check], studio.sample_without)
+    counts = SHOWN[gate.check]
+    by_trigger: list[ShownSample] = []
+    if studio.changed.uncounted and sampled.judge is not None:
+        by_trigger = shown_by_trigger(studio, sampled.subject, uncounted_of(images, gate, effort))
+        counts = {**counts, "typical": 0}
+    shown = (*by_trigger, *choose_shown(sampled, prompted, gate.prompts, counts, studio.sample_without))
     del opened, studio
     free_memory(compute.device)
     parts = {name: parts[name] for name in SCALES}
@@ -333,7 +358,7 @@ def measure_samples(
     if why := not_comparable(images):
         return parts | {name: VerdictPart(name, None, *why) for name in BY_SAMPLES}, Sampled(unrelated)
     prompted, every = studio.original.samples, images.every
-    texts = [plain_caption(each.caption) for each in prompted]
+    texts = [each.text for each in prompted]
     compute.say("testing the judge with planted faults")
     if (found := tested_judge(studio, images, texts)) is None:
         why = "the dataset's images are not finite as the base model's autoencoder shows them", BROKEN_BASE_FIX
@@ -406,7 +431,12 @@ def tested_judge(studio: Studio, dataset: RealImages, texts: Sequence[str]) -> t
     key = digest_of(
         "test of the judge",
         f"Pillow {PIL.__version__}, NumPy {np.__version__}",  # which resize and plant
-        *(part for each in images for part in (each.latents, plain_caption(each.caption))),
+        # As the autoencoder shows them here: whole, in tiles or on another device it does so a little differently.
+        *(
+            part
+            for image, each in zip(shown, images, strict=True)
+            for part in (torch.from_numpy(np.array(image)), each.text)
+        ),
     )
     entry = studio.read_or_make(key, test, 0)
     judge.describe = None  # an encoder on the device is not kept by who keeps the judge
@@ -425,7 +455,7 @@ def with_added_words(images: Sequence[EncodedSample]) -> list[EncodedSample]:
 
     A LoRA trained on one caption may show its images for this caption alone, and nothing of them in any longer prompt.
     """
-    if len(images) < FEWEST_REAL or differ([plain_caption(each.caption) for each in images]):
+    if len(images) < FEWEST_REAL or differ([each.text for each in images]):
         return []
 
     def longer(caption: Caption, words: str) -> Caption:
@@ -451,11 +481,6 @@ def places_of(seeds: Sequence[int], images: int, prompts: int) -> list[int]:
     if not longer:
         return [pair * stride % images for pair in pairs]
     return [images + pair // 2 % longer if pair % 2 else pair // 2 * stride % images for pair in pairs]
-
-
-def plain_caption(caption: Caption) -> str:
-    """The caption's text, without weights."""
-    return caption if isinstance(caption, str) else " ".join(text for text, _ in caption)
 
 
 def paired_losses(studio: Studio, images: RealImages) -> tuple[Tensor, Tensor]:

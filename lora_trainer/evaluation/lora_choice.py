@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,13 +86,15 @@ def ends(estimate: Estimate) -> tuple[tuple[str, float], ...]:
 class LoraChoice:
     """The compared candidates, the usual one first, and which is chosen, with the reason in words.
 
-    `minimum` is the gate's, which decides whether a candidate passes.
+    `minimum` is the gate's, which decides whether a candidate passes. `fresh` are the parts of one that was chosen in place of the
+    usual one, in samples that took no part in the choice: the best of many looks better than it is.
     """
 
     scores: tuple[CandidateScore, ...]
     chosen: Candidate
     cost: Cost
     minimum: float = LINE
+    fresh: Mapping[str, VerdictPart] | None = None
     advice: str = ""  # in sentences
     file: str = ""  # the chosen candidate's, relative to the run's folder
     sheet: Path | None = None  # images of the candidates
@@ -100,6 +102,12 @@ class LoraChoice:
     @property
     def usual(self) -> CandidateScore:
         return self.scores[0]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether the chosen candidate passes, in fresh samples where there are any."""
+        found = self.of(self.chosen)
+        return (found if self.fresh is None else replace(found, parts=self.fresh)).outcome(self.minimum)
 
     @property
     def recipes(self) -> list[str]:
@@ -120,7 +128,10 @@ class LoraChoice:
             "step": self.chosen.step,
             "strength": self.chosen.strength,
             "file": self.file,
-            "outcome": self.of(self.chosen).outcome(self.minimum),
+            "outcome": self.outcome,
+            "fresh_parts": None
+            if self.fresh is None
+            else {name: part.to_json(self.minimum) for name, part in self.fresh.items()},
             "is_usual": self.chosen == self.usual.candidate,
             "candidates": [each.to_json(self.minimum) for each in self.scores],
             "sheet": None if self.sheet is None else self.sheet.name,

@@ -28,7 +28,8 @@ LEVEL = 0.05  # of error: of passing a part that is below its gate, and of refus
 PARTS_COUNTED = 7
 TOWARDS = 0.5  # of the way from the base's sample of an unrelated prompt to the dataset's images
 UNTOLD = "the judge cannot tell {} from untouched images of this dataset"
-LOOK = "Look at the samples yourself, or set gates.encoder, such as facebook/dinov2-base."
+LOOK = "Look at the samples yourself"
+ENCODER = "set gates.encoder, such as facebook/dinov2-base"
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,17 @@ def subject_parts(
     parts = {}
     for name, words in (("shows", "shapeless lumps"), ("whole", "faulty images"), ("is_new", "copies")):
         rate = rate_of([not is_beyond(each, tested.limits, ASKED[name]) for each in values], looks)
-        parts[name] = VerdictPart(name, rate) if tested.is_measured(name) else untold(name, words)
+        parts[name] = VerdictPart(name, rate) if tested.is_measured(name) else untold(name, words, judge)
     parts["follows_captions"] = caption_part(judge, tested, samples, looks)
-    parts["varied"] = varied_part(tested, samples, looks)
+    parts["varied"] = varied_part(judge, tested, samples, looks)
     return parts
 
 
-def untold(name: str, words: str) -> VerdictPart:
-    return VerdictPart(name, None, UNTOLD.format(words), LOOK, is_needed=name == "shows")
+def untold(name: str, words: str, judge: Judge) -> VerdictPart:
+    """A part that the judge cannot measure. Copies are compared place by place: an encoder does not help to find them."""
+    may_help = not judge.has_encoder and name in ("shows", "follows_captions", "stays_away")
+    fix = f"{LOOK}, or {ENCODER}." if may_help else f"{LOOK}."
+    return VerdictPart(name, None, UNTOLD.format(words), fix, is_needed=name in ("shows", "follows_captions"))
 
 
 def caption_part(judge: Judge, tested: Tested, samples: Sequence[DrawnSample], looks: int) -> VerdictPart:
@@ -94,7 +98,7 @@ def caption_part(judge: Judge, tested: Tested, samples: Sequence[DrawnSample], l
     if not differ(judge.captions):
         return VerdictPart(name, None, "all captions are alike")
     if not tested.is_measured(name):
-        return VerdictPart(name, None, UNTOLD.format("what the captions say"), LOOK, is_needed=True)
+        return untold(name, "what the captions say", judge)
     suiting = [judge.suits(each.look, each.prompt) for each in samples]
     # A prompt that shares no telling word with a caption asks for nothing that could be compared; a broken sample does not suit.
     known = [
@@ -105,10 +109,10 @@ def caption_part(judge: Judge, tested: Tested, samples: Sequence[DrawnSample], l
     return VerdictPart(name, rate_of(known, looks))
 
 
-def varied_part(tested: Tested, samples: Sequence[DrawnSample], looks: int) -> VerdictPart:
+def varied_part(judge: Judge, tested: Tested, samples: Sequence[DrawnSample], looks: int) -> VerdictPart:
     """Whether two seeds of one prompt give different images."""
     if not tested.is_measured("is_new"):
-        return untold("varied", "an image from its copy")
+        return untold("varied", "an image from its copy", judge)
     by_prompt: dict[int, list[Look]] = {}
     for each in samples:
         by_prompt.setdefault(each.place, []).append(each.look)
@@ -126,7 +130,7 @@ def away_part(judge: Judge, tested: Tested, unrelated: Sequence[tuple[Look | Non
     """
     measure = next((each for each in ("unlike", "strange") if each in tested.limits), None)
     if measure is None:
-        return untold("stays_away", "the dataset's subject from other things")
+        return untold("stays_away", "the dataset's subject from other things", judge)
     limit, flags = tested.limits[measure], []
     for base, lora in unrelated:
         after = judge.measure(lora)[measure]
@@ -160,7 +164,7 @@ def counted_parts(
     parts["stays_away"] = away_part(judge, tested, [(each.base, each.lora) for each in unrelated], looks)
     parts["keeps_base"] = kept_part(unrelated, looks)
     if unrelated and parts["stays_away"].measure is None:
-        parts["shows"] = untold("shows", "other things")
+        parts["shows"] = untold("shows", "other things", judge)
     if is_edit:
         reason = "an edit of a training pair should look like its target"
         parts |= {name: VerdictPart(name, None, reason) for name in ("is_new", "varied")}
@@ -172,6 +176,8 @@ def kept_part(unrelated: Sequence[Unrelated], looks: int = 1) -> VerdictPart:
 
     Only prompts count of which the base's samples with other seeds are found so.
     """
+    if len({each.place for each in unrelated}) < 2:
+        return VerdictPart("keeps_base", None, "one unrelated prompt has no other to be distinguished from")
     base = torch.stack([overall(each.base) for each in unrelated])
     if not bool(base.isfinite().all()):
         return VerdictPart("keeps_base", None, "the base model's samples are not finite")

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_trainer.evaluation.compute import Compute
+    from lora_trainer.evaluation.evidence import Studio
     from lora_trainer.evaluation.judge import Judge, Tested
     from lora_trainer.evaluation.sample_rates import DrawnSample, Unrelated
+    from lora_trainer.evaluation.trigger_prompts import TriggerPrompts
     from lora_trainer.evaluation.validation_loss import EncodedSample
-    from lora_trainer.models.family import Caption
 
-ShownKind = Literal["typical", "copied", "odd", "unrelated"]
+ShownKind = Literal["trigger", "scene", "typical", "copied", "odd", "unrelated"]
 
 # How many of each kind. Typical and unrelated ones are decoded without the LoRA too: 12 images in full, 4 in lite.
 SHOWN: Mapping[str, Mapping[ShownKind, int]] = {
@@ -52,18 +53,20 @@ class Sampled:
 class ShownSample:
     """A sample with the LoRA, without it where `base` is there, and the dataset's nearest image.
 
-    `typical` ones are in the middle, `copied` is the nearest to an image of the dataset, and `odd` are the worst: those beyond most
+    `trigger` ones show what the trigger word does: the base, the LoRA without the word (`untriggered`), and with it. A `scene` is
+    of the trigger word in words that no caption has. `typical` ones are in the middle, `copied` is the nearest to an image of the dataset, and `odd` are the worst: those beyond most
     limits first, then the least like the dataset. `ratio` is how unlike the dataset's images the sample is, 1 for one of them; of
     `unrelated` ones, of prompts that are not about the data, the same: near 1 they show the dataset. NaN for broken samples.
     """
 
     kind: ShownKind
-    prompt: Caption
+    prompt: str
     seed: int
     ratio: float
     lora: Tensor  # latents [C, h, w], as `base`
     base: Tensor | None = None
     nearest: EncodedSample | None = None
+    untriggered: Tensor | None = None
 
 
 def choose_shown(
@@ -100,6 +103,24 @@ def choose_shown(
         base, lora = other.latents
         found.append(ShownSample("unrelated", prompts[other.place], other.seed, likeness[row], lora, base))
     return tuple(found)
+
+
+def shown_by_trigger(studio: Studio, subject: Sequence[DrawnSample], prompts: TriggerPrompts) -> list[ShownSample]:
+    """Captions drawn by the base, with the LoRA and without the trigger word, and with both, at one seed; and new scenes."""
+    with_word = [next(each for each in subject if each.place == place) for place in prompts.compared]
+    places, seeds = [each.place for each in with_word], [each.seed for each in with_word]
+    scenes = [sample.text for sample in prompts.samples[len(places) :]]
+    drawn = studio.sample_uncounted([*seeds, *range(len(scenes))])
+    base = studio.sample_without(places, seeds) if places else []
+    found = [
+        ShownSample("trigger", each.prompt, each.seed, math.nan, each.latents, before, untriggered=untriggered)
+        for each, before, untriggered in zip(with_word, base, drawn, strict=False)
+        if each.latents is not None
+    ]
+    in_scenes = zip(scenes, drawn[len(places) :], strict=True)
+    return found + [
+        ShownSample("scene", text, seed, math.nan, latents) for seed, (text, latents) in enumerate(in_scenes)
+    ]
 
 
 def chosen_rows(

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """A denoiser's conditioning: that of prompts, each with B first, and samples with theirs."""
+    """A denoiser's conditioning: that of prompts, each with B first, and samples with theirs; `uncounted` are samples whose
+    captions are drawn to look at, and not counted."""
 
     prompts: Mapping[str, Tensor]
     samples: Sequence[EncodedSample]
+    uncounted: Sequence[EncodedSample] = ()
 
 
 def reads_again(weights: AdapterWeights, samples: Sequence[EncodedSample], family: Family) -> bool:
@@ -89,8 +91,10 @@ def _encode(
         there = {name: value.to(parts.device, dtype) for name, value in before.items()}
         return {name: value.to(dtype) for name, value in family.text.encode_captions(parts, captions, there).items()}
 
-    samples = []
-    for sample in known.samples:
+    def read_sample(sample: EncodedSample) -> EncodedSample:
         cond = read((sample.caption,), {name: value[None] for name, value in sample.cond.items()})
-        samples.append(replace(sample, cond={name: value[0] for name, value in cond.items()}))
-    return EncodedTexts(read(prompts, known.prompts), samples)
+        return replace(sample, cond={name: value[0] for name, value in cond.items()})
+
+    return EncodedTexts(
+        read(prompts, known.prompts), list(map(read_sample, known.samples)), list(map(read_sample, known.uncounted))
+    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lora_trainer.data.prompt_weights import plain_caption
 from lora_trainer.diffusion.noise import position_noise
 from lora_trainer.diffusion.timesteps import stratified_timesteps
 from lora_trainer.evaluation.compute import ON_CPU, Compute
@@ -47,6 +48,11 @@ class EncodedSample:
     controls: Mapping[str, Tensor] = field(default_factory=dict)
     seen: tuple[Tensor, ...] = ()
     empty: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The caption, without weights."""
+        return plain_caption(self.caption)
 
 
 @dataclass(frozen=True)

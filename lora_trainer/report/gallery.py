@@ -96,6 +96,16 @@ class KindOfSample:
 
 
 KINDS: Mapping[str, KindOfSample] = {
+    "trigger": KindOfSample(
+        "What the trigger word does",
+        "One caption and seed: the base model, the LoRA without its trigger word, and the LoRA with it.",
+        "",
+    ),
+    "scene": KindOfSample(
+        "New scenes",
+        "The trigger word in words that no caption has. They are to look at, and not counted.",
+        "",
+    ),
     "copied": KindOfSample(
         "Could these be copies?",
         "The sample that is nearest to an image of the dataset, next to the image that is most like it.",
@@ -135,6 +145,8 @@ def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
     wanted = [kind for part in failing for kind, each in KINDS.items() if each.shows == part.name]
     evidence.sort(key=lambda each: wanted.index(each.kind) if each.kind in wanted else len(wanted))
     shown = next((each for each in evidence if wanted and each.kind == wanted[0]), None)
+    if shown is None:
+        shown = next((each for each in evidence if each.kind == "trigger"), None)
     if shown is None and not pairs:
         shown = next((each for each in evidence if each.kind == "typical"), evidence[0] if evidence else None)
     first: list[ShownGroup] = []
@@ -183,7 +195,13 @@ def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
     """A sample of the verdict: next to the base model's, or to the nearest image of the dataset."""
     named = re.split(r"[/\\]", text(row.get("nearest_path")))[-1]
     sides = [(WITH, kept_file(run, row, "lora"))]
-    if row.get("base"):
+    if row.get("untriggered"):
+        sides = [
+            ("without the LoRA", kept_file(run, row, "base")),
+            ("with it, without its trigger word", kept_file(run, row, "untriggered")),
+            ("with both", kept_file(run, row, "lora")),
+        ]
+    elif row.get("base"):
         sides.insert(0, (WITHOUT, kept_file(run, row, "base")))
     elif row.get("nearest"):
         sides.append((f"dataset: {named}", kept_file(run, row, "nearest")))

@@ -16,7 +16,6 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.choice import STRENGTHS, compare_candidates
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.lora_check import LoraGate, plain_caption
 from lora_trainer.evaluation.lora_choice import Candidate, LoraChoice
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.recipe import Grid, NamedModel
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
     from lora_trainer.config.schema.types import CompareName
     from lora_trainer.evaluation.evidence import RealImages
+    from lora_trainer.evaluation.lora_check import LoraGate
     from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.models.family import Family, ModelFacts
     from lora_trainer.run.session import Session
@@ -165,7 +165,7 @@ def compare_file(
     family, facts, images, gate = measured
     try:
         run = None if trained is None else run_files(lora)
-        captions = list(dict.fromkeys(plain_caption(each.caption) for each in images.every))
+        captions = list(dict.fromkeys(each.text for each in images.every))
         prompts = config.sample.prompts or captions[: config.sample.count]
         prompts = [prefixed(prompt, config.sample.prompt_prefix) for prompt in prompts]
         rows = rows_for(prompts, [config.train.seed])

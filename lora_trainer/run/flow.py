@@ -74,7 +74,7 @@ from lora_trainer.run.release import (
 )
 from lora_trainer.run.room import room_for
 from lora_trainer.run.round_trip import kept_decibels
-from lora_trainer.run.sampling import draw_comparison, shown_images
+from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
 from lora_trainer.run.session import (
     Session,
     checked_start,
@@ -564,7 +564,8 @@ def check_lora(
     if is_checked:
         console.print("validating the LoRA from its file")
         encoder = find_encoder(config, say=silent)
-        gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
+        trigger = next(iter(triggers(config)), "")
+        gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config), trigger=trigger)
         inputs = session.inputs
         decibels = kept_decibels(inputs.facts, inputs.train, inputs.train_plan.views)
         images = replace(run.images, decibels=decibels)

@@ -13,10 +13,11 @@ from lora_trainer.core.findings import counted
 from lora_trainer.data.images.images import IMAGE_ENDINGS, BrokenImageError, load_rgb
 from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.prompt_weights import plain_caption
 from lora_trainer.data.views import plan_plain
 from lora_trainer.evaluation.judge import Judge
 from lora_trainer.evaluation.looks import look_at
-from lora_trainer.evaluation.lora_check import FEWEST_REAL, cannot_show, plain_caption
+from lora_trainer.evaluation.lora_check import FEWEST_REAL, cannot_show
 from lora_trainer.evaluation.lora_findings import cannot_tell_findings, part_findings
 from lora_trainer.evaluation.lora_report import NO_ENCODER, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies

@@ -9,7 +9,7 @@ import torch
 
 from lora_trainer.core.errors import UserError
 from lora_trainer.data.images.pixels import read_pixels
-from lora_trainer.models.autoencoder import image_decoder, image_encoder, load_vae
+from lora_trainer.models.autoencoder import decode_in_tiles, image_decoder, image_encoder, load_vae
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ def open_round_trip(facts: ModelFacts) -> Callable[[Tensor], tuple[Tensor, float
     signal-to-noise ratio in dB."""
     device = torch.device("cpu")
     vae = load_vae(facts.path, torch.float32, device)
+    decode_in_tiles(vae, LARGEST_SIDE)  # larger images, which whole take gigabytes at 1024 px
     encode, decode = image_encoder(vae, device), image_decoder(vae, device)
 
     def keep(pixels: Tensor) -> tuple[Tensor, float]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lora_trainer.run.inputs import Inputs
     from lora_trainer.run.session import Session
 
+TRIGGER_PHRASE = "modelspec.trigger_phrase"  # in a LoRA file's header
 BUILT_IN = "built-in"
 LONGEST_TAG = 60  # characters of a prompt in a tracker's list
 # The keys of [model] that images depend on, besides its name.
@@ -93,6 +94,14 @@ def triggers(config: Config) -> tuple[str, ...]:
     own = [source.captions for source in config.data.sources if source.captions and not source.is_reg]
     named = (*(rules.trigger_word for rules in (config.captions, *own)), *config.textual_inversion.placeholder_tokens)
     return tuple(dict.fromkeys(trigger for trigger in named if trigger))
+
+
+def triggers_of(config: Config, header: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of the settings; without any, the first that a LoRA file's header names."""
+    if named := triggers(config):
+        return named
+    phrase = header.get(TRIGGER_PHRASE, "").partition(",")[0].strip()
+    return (phrase,) if phrase else ()
 
 
 def sample_rows(config: Config, inputs: Inputs, seeds: Sequence[int]) -> list[ImageRequest]:

@@ -17,6 +17,7 @@ from lora_trainer.run.bases.find import describe_model, is_builtin
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import data_in_use, measured_among, read_inputs, read_model, trained_framings
 from lora_trainer.run.reading import RunFolder, read_as_trained, run_beside
+from lora_trainer.run.sampling import triggers_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,17 +69,19 @@ def score_lora(path: Path, data: Path | None, config: Config, say: Say) -> LoraR
     measured = measured_of(samples)
     if len(measured.samples) < len(samples.samples):
         say(f"measured with {counted(len(measured.samples), 'image')} of them, each content once")
-    report = _evaluate(path, config, measured, (encoder, None if run is None else run.config), say)
+    trigger = next(iter(triggers_of(config, header)), "")
+    report = _evaluate(path, config, measured, (encoder, None if run is None else run.config, trigger), say)
     if run is not None and run.unseen is not None:
         report = replace(report, findings=with_remedies([*report.findings, run.unseen], report.parts))
     return report
 
 
 def _evaluate(
-    path: Path, config: Config, measured: Samples, known: tuple[EncoderFolder | None, Config | None], say: Say
+    path: Path, config: Config, measured: Samples, known: tuple[EncoderFolder | None, Config | None, str], say: Say
 ) -> LoraReport:
-    """The report on a LoRA file; `known` are the outside encoder and the settings of its run, each None without one."""
-    encoder, trained = known
+    """The report on a LoRA file; `known` are the outside encoder and the settings of its run, each None without one, and its
+    trigger word."""
+    encoder, trained, trigger = known
     import torch
 
     from lora_trainer.evaluation.compute import Compute
@@ -108,7 +111,7 @@ def _evaluate(
     images = RealImages(encoded[:trained_on], encoded[trained_on:], decibels, is_mirrored(trained or config))
     check = config.gates.lora_check
     effort = check if check in LORA_CHECKS else "full"  # the command was requested, so "off" measures too
-    gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config))
+    gate = LoraGate(config.gates.lora, effort, encoder=encoder, cache=cache_folder(config), trigger=trigger)
 
     def evaluate(compute: Compute) -> LoraReport:
         with counting() as count:

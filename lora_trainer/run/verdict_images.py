@@ -15,7 +15,6 @@ from lora_trainer.core.errors import MACHINE_FAILURES, DatasetRefused, first_lin
 from lora_trainer.core.io import atomic_path, finite
 from lora_trainer.data.images.pixels import read_pixels
 from lora_trainer.evaluation.compute import Compute
-from lora_trainer.evaluation.lora_check import plain_caption
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.seeing import to_image
 from lora_trainer.evaluation.shown_samples import ShownSample, open_decoder
@@ -62,9 +61,11 @@ def write_verdict_images(
         images = {"lora": decode(each.lora)}
         if each.base is not None:
             images["base"] = decode(each.base)
+        if each.untriggered is not None:
+            images["untriggered"] = decode(each.untriggered)
         row: dict[str, Any] = {
             "kind": each.kind,
-            "prompt": plain_caption(each.prompt),
+            "prompt": each.prompt,
             "seed": each.seed,
             "ratio": each.ratio,
         }

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.schema import CaptionsSection
-from lora_trainer.data.captions import drops_caption, has_trigger, make_texts, most_choices, settled, variant_taken
+from lora_trainer.data.captions import (
+    drops_caption,
+    has_trigger,
+    make_texts,
+    most_choices,
+    settled,
+    variant_taken,
+    without_trigger,
+)
 from lora_trainer.data.prompt_weights import parse_weights, plain, spoken
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.wildcards import filled
@@ -249,3 +257,17 @@ def test_caption_dropout_by_rate_and_by_epoch() -> None:
     half = [drops_caption(rules(dropout=0.5), 7, step, 0, ("id", 0)) for step in range(2000)]
     assert abs(sum(half) - 1000) < 120
     assert not any(drops_caption(rules(), 7, step, 0, ("id", 0)) for step in range(50))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("a photo of sks dog", "a photo of dog"),
+        ("sks", ""),
+        ("SKS, 1girl, smile", "1girl, smile"),
+        ("smile, sks , hat", "smile, hat"),
+        ("sksx and sks", "sksx and"),
+    ],
+)
+def test_a_caption_without_its_trigger_word(text: str, left: str) -> None:
+    assert without_trigger(text, "sks") == left

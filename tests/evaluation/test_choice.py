@@ -225,6 +225,16 @@ def test_what_is_refused_is_never_advised() -> None:
     assert chosen(measured(one_passes, noise=0.001)).advice.startswith("Strength 1 is refused; strength 0.8 passes.")
 
 
+def test_what_is_chosen_passes_by_samples_that_took_no_part_in_the_choice() -> None:
+    better = Candidate(FILE, 720, 0.8)
+    choice = chosen(measured({USUAL: {"shows": 0.3}, better: {"shows": 0.95}}, noise=0.001))
+    assert (choice.chosen, choice.outcome) == (better, "passed")
+    weak = {"shows": VerdictPart("shows", Estimate(0.2, 0.1, 0.3))}
+    again = replace(choice, fresh=weak)
+    assert again.outcome == again.to_json()["outcome"] == "refused"
+    assert again.to_json()["fresh_parts"]["shows"]["own_value"] == 0.2
+
+
 def test_what_is_not_finite_scores_nothing() -> None:
     broken = Candidate(FILE, 900)
     parts = {

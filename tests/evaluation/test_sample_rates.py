@@ -36,6 +36,10 @@ class GivenJudge(Judge):
     def __init__(self, captions: Sequence[str] = ("a cat", "a dog")) -> None:
         self.captions = list(captions)
 
+    @property
+    def has_encoder(self) -> bool:
+        return False
+
     def measure(self, look: Look, without: Collection[int] = ()) -> dict[str, float]:
         assert look.features is not None
         return dict(zip(LIMITS, look.features.tolist(), strict=False))
@@ -181,3 +185,8 @@ def test_a_base_whose_own_samples_say_nothing_is_not_asked() -> None:
 
 def test_every_part_that_is_counted_is_in_the_correction() -> None:
     assert len(SCALES) - 1 == PARTS_COUNTED
+
+
+def test_one_prompt_alone_says_nothing_of_what_is_kept() -> None:
+    own = [Unrelated(0, seed, *(look_of(1.0) for _ in range(3)), (torch.zeros(1), torch.zeros(1))) for seed in range(4)]
+    assert kept_part(own).measure is None

@@ -119,23 +119,24 @@ def test_samples_are_decoded_and_written_next_to_what_was_trained(tmp_path: Path
 
     shown = [
         ShownSample("copied", "a ring", 3, 0.4, latents, None, nearest("image_0.png")),
-        ShownSample("odd", (("a ring", 1.0), ("red", 1.2)), 4, float("inf"), latents, None, nearest("image_1.png")),
+        ShownSample("odd", "a ring red", 4, float("inf"), latents, None, nearest("image_1.png")),
         ShownSample("unrelated", "a house", 5, 1.5, latents, latents * 2),
+        ShownSample("trigger", "a ring", 6, 1.0, latents, latents * 2, untriggered=latents * 3),
     ]
     for usable in (None, 0):  # in parts and on the CPU where nothing is usable
         rows = write_verdict_images(tmp_path, inputs, shown, Compute(usable=usable))
-    assert [row["kind"] for row in rows] == ["copied", "odd", "unrelated"]
+    assert [row["kind"] for row in rows] == ["copied", "odd", "unrelated", "trigger"]
     assert rows[1]["prompt"] == "a ring red"
     assert rows[1]["ratio"] is None, "JSON has no infinity"
     assert [Path(row["nearest_path"]).name for row in rows[:2]] == ["image_0.png", "image_1.png"]
     written = {
         f"{row['kind']} {what}": pixels_of(tmp_path / row[what])
         for row in rows
-        for what in ("lora", "nearest", "base")
+        for what in ("lora", "nearest", "base", "untriggered")
         if what in row
     }
     assert written["copied lora"].shape == (128, 128, 3)
     assert written["copied nearest"][2, 2, 0] > 200, "the file's own pixels: its background is red"
     assert (written["odd nearest"] == written["odd lora"]).all(), "decoded from its latents"
     assert (written["unrelated base"] != written["unrelated lora"]).any()
-    assert len(list((tmp_path / "samples" / "verdict").iterdir())) == 6
+    assert len(list((tmp_path / "samples" / "verdict").iterdir())) == 9
