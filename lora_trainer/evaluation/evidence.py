@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from lora_trainer.evaluation.texts import EncodedTexts
     from lora_trainer.evaluation.validation_loss import EncodedSample
 
-OTHER_SEEDS = 1_000_000  # added to a seed for the base's second sample of a prompt
 AT_ONCE = 8  # samples in a batch; `Predict` divides it where memory is short
 GUIDANCE = 3.0  # of models with negative prompts: under the usual, which would hide what is weak
-
-BASE, OTHER = "base/", "other_seeds/"  # of a cached entry's names
 
 
 @dataclass(frozen=True)
@@ -97,13 +94,12 @@ class Studio:
         count = each * len(next(iter(self.original.prompts.values())))
         prompts = [place for place in range(count // each) for _ in range(each)]
         seeds = range(number * count, (number + 1) * count)
-        base, other = self.base_samples(prompts, seeds, None)
+        base = self.base_samples(prompts, seeds)
         lora = self.sample(self.changed, self.requests(self.changed, prompts, seeds, None))
         look = self.eyes.look
-        rows = zip(prompts, seeds, base, other, lora, strict=True)
+        rows = zip(prompts, seeds, base, lora, strict=True)
         return [
-            Unrelated(place, seed, look(before), look(again), look(after), (before, after))
-            for place, seed, before, again, after in rows
+            Unrelated(place, seed, look(before), look(after), (before, after)) for place, seed, before, after in rows
         ]
 
     def sample_subject(self, places: Sequence[int], seeds: Sequence[int], captions: Sequence[str]) -> list[DrawnSample]:
@@ -138,31 +134,21 @@ class Studio:
         self.passes.plan(self.passes.done - before - passes)
         return entry
 
-    def base_samples(
-        self, prompts: Sequence[int], seeds: Sequence[int], shapes: Sequence[EncodedSample] | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The base's samples of the prompts, latents [C, h, w], with these seeds and with others."""
-        wanted = self.requests(self.original, prompts, seeds, shapes)
-        others = self.requests(self.original, prompts, [seed + OTHER_SEEDS for seed in seeds], shapes)
+    def base_samples(self, prompts: Sequence[int], seeds: Sequence[int]) -> list[Tensor]:
+        """The base's samples of unrelated prompts with these seeds, latents [C, h, w]."""
+        wanted = self.requests(self.original, prompts, seeds, None)
 
         def make() -> dict[str, Tensor]:
             with self.without():
-                latents, other = self.sample(self.original, wanted), self.sample(self.original, others)
-            return {
-                f"{name}{row:04d}": value
-                for name, found in ((BASE, latents), (OTHER, other))
-                for row, value in enumerate(found)
-            }
+                latents = self.sample(self.original, wanted)
+            return {f"{row:04d}": value for row, value in enumerate(latents)}
 
         sampler = f"samples, {self.sampler.steps} steps, guidance {self.sampler.guidance if self.is_guided else None}"
-        asked = [
-            part for each in (*wanted, *others) for part in (each.cond, str(each.shape), each.sizes, str(each.seed))
-        ]
-        asked += [each.negative for each in wanted if each.negative is not None]
-        planned = 2 * self.passes_for([each.shape for each in wanted])
-        entry = self.read_or_make(digest_of(sampler, self.empty, *asked), make, planned)
-        found = [[entry[f"{name}{row:04d}"] for row in range(len(wanted))] for name in (BASE, OTHER)]
-        return found[0], found[1]
+        asked = [part for each in wanted for part in (each.cond, str(each.shape), each.sizes, str(each.seed))]
+        entry = self.read_or_make(
+            digest_of(sampler, self.empty, *asked), make, self.passes_for([each.shape for each in wanted])
+        )
+        return [entry[f"{row:04d}"] for row in range(len(wanted))]
 
     def passes_for(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Forward passes that samples of these shapes [C, h, w] take; those of one shape are batched."""

@@ -107,7 +107,7 @@ ADDED_WORDS = ("red background", "blue background", "white background", "black b
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
-FORMULAS = "5"  # part of every key of what is cached: change it when samples or features are computed differently
+FORMULAS = "6"  # part of every key of what is cached: change it when samples or features are computed differently
 
 
 @dataclass(frozen=True)
@@ -579,9 +579,7 @@ def _measure_drift(studio: Studio) -> float | None:
 
 
 def count_passes(studio: Studio, effort: Effort, images: RealImages) -> int:
-    """Forward passes of the gate where the first round decides and nothing is cached; the base model samples unrelated prompts
-    with two seeds each.
-    """
+    """Forward passes of the gate where the first round decides and nothing is cached."""
     prompts = len(next(iter(studio.original.prompts.values())))
     return (
         unrelated_passes(studio, effort)
@@ -592,9 +590,9 @@ def count_passes(studio: Studio, effort: Effort, images: RealImages) -> int:
 
 
 def unrelated_passes(studio: Studio, effort: Effort) -> int:
-    """Forward passes of a round's samples of unrelated prompts: two of the base model, and one with the LoRA."""
+    """Forward passes of a round's samples of unrelated prompts, by the base model and with the LoRA."""
     prompts = len(next(iter(studio.original.prompts.values())))
-    return 3 * studio.passes_for([studio.shape] * prompts * effort.seeds)
+    return 2 * studio.passes_for([studio.shape] * prompts * effort.seeds)
 
 
 def round_passes(studio: Studio, seeds: Sequence[int], images: int) -> int:

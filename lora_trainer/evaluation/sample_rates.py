@@ -46,13 +46,12 @@ class DrawnSample:
 
 @dataclass(frozen=True)
 class Unrelated:
-    """A prompt that is not about the dataset, by its place, and its samples: by the base model, by it with another seed, and with the
-    LoRA; `latents` [C, h, w] are the first one's and the last one's."""
+    """A prompt that is not about the dataset, by its place, and its samples of one seed: by the base model, and with the LoRA;
+    `latents` [C, h, w] are theirs."""
 
     place: int
     seed: int
     base: Look
-    other_seed: Look
     lora: Look
     latents: tuple[Tensor, Tensor]
 
@@ -174,7 +173,7 @@ def counted_parts(
 def kept_part(unrelated: Sequence[Unrelated], looks: int = 1) -> VerdictPart:
     """Whether unrelated prompts still give what they gave: a sample is nearest to one of the base's samples of its own prompt.
 
-    Only prompts count of which the base's samples with other seeds are found so.
+    Only samples count whose prompt the base's own sample shows: it is nearest to another of the base's samples of that prompt.
     """
     if len({each.place for each in unrelated}) < 2:
         return VerdictPart("keeps_base", None, "one unrelated prompt has no other to be distinguished from")
@@ -182,12 +181,16 @@ def kept_part(unrelated: Sequence[Unrelated], looks: int = 1) -> VerdictPart:
     if not bool(base.isfinite().all()):
         return VerdictPart("keeps_base", None, "the base model's samples are not finite")
 
-    def is_found(each: Unrelated, look: Look) -> bool:
+    def nearest_place(look: Look, without: int | None = None) -> int | None:
         apart = (base - overall(look)).norm(dim=1)
-        return bool(apart.isfinite().all()) and unrelated[int(apart.argmin())].place == each.place
+        if not bool(apart.isfinite().all()):
+            return None
+        if without is not None:
+            apart[without] = torch.inf
+        return unrelated[int(apart.argmin())].place
 
-    clear = [each for each in unrelated if is_found(each, each.other_seed)]
+    clear = [each for row, each in enumerate(unrelated) if nearest_place(each.base, row) == each.place]
     if len(clear) < len(unrelated) / 2:
         reason = "the base model's own samples of unrelated prompts cannot be distinguished"
         return VerdictPart("keeps_base", None, reason)
-    return VerdictPart("keeps_base", rate_of([is_found(each, each.lora) for each in clear], looks))
+    return VerdictPart("keeps_base", rate_of([nearest_place(each.lora) == each.place for each in clear], looks))

@@ -162,25 +162,28 @@ def test_a_leak_is_half_of_the_way_to_the_dataset() -> None:
     assert counts(away_part(GivenJudge(), TESTED, alone, 1)) == (1, 2), "without the base's, beyond the limit"
 
 
-def unrelated(place: int, base: float, other_seed: float, lora: Look | float) -> Unrelated:
+def unrelated(place: int, bases: tuple[float, float], lora: Look | float) -> list[Unrelated]:
+    """Two seeds of a prompt, as the base draws them, and the same with the LoRA."""
     look = look_of(lora) if isinstance(lora, float) else lora
-    return Unrelated(place, place, look_of(base), look_of(other_seed), look, (torch.zeros(1), torch.zeros(1)))
+    return [
+        Unrelated(place, seed, look_of(base), look, (torch.zeros(1), torch.zeros(1))) for seed, base in enumerate(bases)
+    ]
 
 
 def test_a_prompt_is_kept_where_its_sample_is_nearest_to_its_own() -> None:
-    found = [unrelated(0, 0.0, 0.1, 0.2), unrelated(1, 10.0, 9.9, 0.3), unrelated(2, 20.0, 20.1, 19.0)]
-    assert counts(kept_part(found)) == (2, 3)
-    lost = unrelated(3, 30.0, 0.0, 30.0)
-    assert counts(kept_part([*found, lost])) == (2, 3), "the base's other seed is not found, so it does not count"
+    first, others = unrelated(0, (0.0, 0.1), 0.2), [*unrelated(1, (10.0, 9.9), 0.3), *unrelated(2, (20.0, 20.1), 19.0)]
+    assert counts(kept_part([*first, *others])) == (4, 6)
+    unclear = unrelated(3, (30.0, 5.0), 30.0)
+    assert counts(kept_part([*first, *others, *unclear])) == (4, 6), "the base does not draw it alike twice"
     broken = Look({}, math.nan, math.nan, torch.tensor([math.nan]))
-    assert counts(kept_part([unrelated(0, 0.0, 0.1, broken), *found[1:]])) == (1, 3)
+    assert counts(kept_part([*unrelated(0, (0.0, 0.1), broken), *others])) == (2, 6)
 
 
 def test_a_base_whose_own_samples_say_nothing_is_not_asked() -> None:
-    alike = [unrelated(place, float(place), 0.0, float(place)) for place in range(4)]
+    alike = [each for place in range(4) for each in unrelated(place, (float(place), 10.0 - place), float(place))]
     assert kept_part(alike).measure is None
-    broken = Unrelated(0, 0, look_at(None), look_at(None), look_at(None), (torch.zeros(1), torch.zeros(1)))
-    assert kept_part([broken]).measure is None
+    broken = [Unrelated(place, 0, look_at(None), look_at(None), (torch.zeros(1), torch.zeros(1))) for place in (0, 1)]
+    assert kept_part(broken).measure is None
 
 
 def test_every_part_that_is_counted_is_in_the_correction() -> None:
@@ -188,5 +191,4 @@ def test_every_part_that_is_counted_is_in_the_correction() -> None:
 
 
 def test_one_prompt_alone_says_nothing_of_what_is_kept() -> None:
-    own = [Unrelated(0, seed, *(look_of(1.0) for _ in range(3)), (torch.zeros(1), torch.zeros(1))) for seed in range(4)]
-    assert kept_part(own).measure is None
+    assert kept_part(unrelated(0, (1.0, 1.1), 1.0)).measure is None

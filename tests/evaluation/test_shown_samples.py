@@ -52,7 +52,7 @@ def sampled(subject: Sequence[float], unrelated: Sequence[float]) -> Sampled:
         for seed, place in enumerate(subject)
     ]
     others = [
-        Unrelated(seed, seed, look_of(100.0), look_of(101.0), look_of(place), (torch.zeros(1), torch.full((1,), place)))
+        Unrelated(seed, seed, look_of(100.0), look_of(place), (torch.zeros(1), torch.full((1,), place)))
         for seed, place in enumerate(unrelated)
     ]
     return Sampled(others, drawn, LineJudge(), TESTED)
