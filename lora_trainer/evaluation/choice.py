@@ -169,12 +169,12 @@ class Contest:
         with opened.at(candidate.strength) as studio:
             prompted = studio.original.samples
             texts = [each.text for each in prompted]
-            self.judge = self.judge or tested_judge(studio, images, texts)
+            unrelated = studio.sample_unrelated(seeds.start // len(seeds), compared_effort().seeds)
+            self.judge = self.judge or tested_judge(studio, images, texts, unrelated)
             if self.judge is None:
                 return None
             places = places_of(seeds, len(images.every), len(prompted))
             subject = studio.sample_subject(places, seeds, texts)
-            unrelated = studio.sample_unrelated(seeds.start // len(seeds), compared_effort().seeds)
             return Evidence(tuple(subject), tuple(unrelated))
 
     def open(self, file: Path, strengths: Sequence[float]) -> OpenLora | None:

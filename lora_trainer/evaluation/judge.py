@@ -38,15 +38,17 @@ EXTREME = 0.95  # quantile of the distances of an image's patterns: one odd part
 OVERALL = 4  # cells a side in which whole images are compared
 TWICE, EXACT = math.log(2.0), -math.log(1e-5)  # as near as; the measure `near` of an image and itself, less rounding
 USUAL, CLEAR = 0.95, 0.1  # quantiles of untouched and of faulty images
+OTHER, OTHER_WORDS = "other", "other things"  # what the base draws for unrelated prompts
+OTHER_CLEAR = 0.25  # quantile of these: one of the prompts may be about what the dataset shows
 # Of the way from the untouched to the faulty ones, a limit lies: samples are never as good as real images.
 LENIENT = 0.67
 LEAST_FOUND = 0.8  # share of the faulty images that must be found, and of the untouched ones that must pass
 
 # The faults that each measure is there for.
 MEASURES: Mapping[str, tuple[str, ...]] = {
-    "unlike": ("lump",),
-    "strange": ("lump",),  # where `unlike` tells nothing
-    "foreign": ("lump", "melted", "swapped", "cut"),
+    "unlike": ("lump", OTHER),
+    "strange": ("lump", OTHER),  # where `unlike` tells nothing
+    "foreign": ("lump", "melted", "swapped", "cut", OTHER),
     "plain": ("lump",),
     "odd": ("melted", "lump"),
     "missing": ("cut", "melted"),
@@ -205,7 +207,8 @@ class Tested:
     @property
     def cannot_tell(self) -> tuple[str, ...]:
         """The faults that cannot be distinguished from untouched images, in words."""
-        return tuple(fault.words for name, fault in FAULTS.items() if not self.tells(name))
+        words = {name: fault.words for name, fault in FAULTS.items()} | {OTHER: OTHER_WORDS}
+        return tuple(words[name] for name in words if name in self.found and not self.tells(name))
 
     def is_measured(self, part: str) -> bool:
         """Whether a part of the verdict has a measure that tells something, and untouched images pass it."""
@@ -314,8 +317,8 @@ class Judge:
         size = float(np.sqrt((x @ x) * (y @ y)))
         return float(x @ y) / size if size > 1e-12 else math.nan
 
-    def tested(self, seed: int = 0) -> Tested:
-        """Plant each fault into images of the dataset, and set the limits."""
+    def tested(self, others: Sequence[Image.Image] = (), seed: int = 0) -> Tested:
+        """Plant each fault into images of the dataset, and set the limits. `others` are images of other things, if there are any."""
         rng = random.Random(seed)
         rows = sorted(rng.sample(range(len(self.images)), min(MOST_PLANTED, len(self.images))))
         untouched = [self.measure(look, [row]) for row, look in enumerate(self.looks)]
@@ -325,10 +328,16 @@ class Judge:
             # Only a copy is compared with the image that it was made of.
             hidden: list[list[int]] = [[] if name == "copied" else [row] for row in rows]
             planted[name] = [self.measure(look, each) for look, each in zip(looks, hidden, strict=True)]
+        if others:
+            planted[OTHER] = [self.measure(look_at(image, self.describe)) for image in others]
         limits = limits_between(untouched, planted)
         found = {}
         for name, values in planted.items():
-            asked = ASKED["is_new"] if name == "copied" else (*ASKED["shows"], *ASKED["whole"])
+            asked = (*ASKED["shows"], *ASKED["whole"])
+            if name == "copied":
+                asked = ASKED["is_new"]
+            if name == OTHER:
+                asked = ASKED["shows"]
             found[name] = (sum(is_beyond(each, limits, asked) for each in values), len(values))
         passing = {
             part: (sum(not is_beyond(each, limits, asked) for each in untouched), len(untouched))
@@ -352,16 +361,24 @@ def limits_between(
 ) -> dict[str, float]:
     """By measure, the value `LENIENT` of the way from the untouched images to the faulty ones that are nearest to them, of the faults
     that the measure tells; none for a measure that tells none."""
-    limits = {}
+    limits: dict[str, float] = {}
+    told: dict[str, set[str]] = {}
     for measure, faults in MEASURES.items():
         if measure not in untouched[0]:
             continue
         usual = quantile([each[measure] for each in untouched], USUAL)
-        clear = [quantile([each[measure] for each in planted[name]], CLEAR) for name in faults]
-        if above := [value for value in clear if usual < value < math.inf]:
-            limits[measure] = usual + LENIENT * (min(above) - usual)
-    if "unlike" in limits:
-        limits.pop("strange", None)
+        clear = {
+            name: quantile([each[measure] for each in planted[name]], OTHER_CLEAR if name == OTHER else CLEAR)
+            for name in faults
+            if name in planted
+        }
+        above = {name: value for name, value in clear.items() if usual < value < math.inf}
+        if above:
+            limits[measure] = usual + LENIENT * (min(above.values()) - usual)
+            told[measure] = set(above)
+    # Two measures have more false alarms than one.
+    if "strange" in limits and told["strange"] <= told.get("unlike", set()):
+        del limits["strange"]
     # A copy of the whole image is nearer than images of the dataset ever are to each other, also where a cropped one is not.
     known = [each["near"] for each in untouched if math.isfinite(each["near"])]
     if "near" not in limits and known and max(known) + TWICE < EXACT:

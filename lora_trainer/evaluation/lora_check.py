@@ -63,7 +63,7 @@ from lora_trainer.evaluation.lora_report import NO_ENCODER, LoraReport
 from lora_trainer.evaluation.placing import bring_denoiser
 from lora_trainer.evaluation.prediction import Passes, in_batches, in_parts, rows_at_once
 from lora_trainer.evaluation.remedies import with_remedies
-from lora_trainer.evaluation.sample_rates import BY_SAMPLES, DrawnSample, counted_parts, kept_part
+from lora_trainer.evaluation.sample_rates import BY_SAMPLES, DrawnSample, Unrelated, counted_parts, kept_part
 from lora_trainer.evaluation.seeing import open_eyes
 from lora_trainer.evaluation.shown_samples import SHOWN, Sampled, ShownSample, choose_shown, shown_by_trigger
 from lora_trainer.evaluation.texts import EncodedTexts, reads_again, texts_at
@@ -360,7 +360,7 @@ def measure_samples(
     prompted, every = studio.original.samples, images.every
     texts = [each.text for each in prompted]
     compute.say("testing the judge with planted faults")
-    if (found := tested_judge(studio, images, texts)) is None:
+    if (found := tested_judge(studio, images, texts, unrelated)) is None:
         why = "the dataset's images are not finite as the base model's autoencoder shows them", BROKEN_BASE_FIX
         return parts | {name: VerdictPart(name, None, *why) for name in BY_SAMPLES}, Sampled(unrelated)
     judge, tested = found
@@ -408,8 +408,12 @@ def not_comparable(images: RealImages) -> tuple[str, str] | None:
     return reason, "Add images of the subject. With so few, look at the LoRA's samples and decide for yourself."
 
 
-def tested_judge(studio: Studio, dataset: RealImages, texts: Sequence[str]) -> tuple[Judge, Tested] | None:
+def tested_judge(
+    studio: Studio, dataset: RealImages, texts: Sequence[str], unrelated: Sequence[Unrelated]
+) -> tuple[Judge, Tested] | None:
     """The judge of the dataset's images and what it can tell, from the cache if it was tested before; `texts` are the prompts'.
+
+    The base's own samples of unrelated prompts are its other things.
 
     None where the images are not finite.
     """
@@ -421,7 +425,8 @@ def tested_judge(studio: Studio, dataset: RealImages, texts: Sequence[str]) -> t
     judge = Judge(shown, texts[: len(images)], studio.eyes.describe)
 
     def test() -> dict[str, Tensor]:
-        tested = judge.tested()
+        drawn = (studio.eyes.image(each.latents[0]) for each in unrelated)
+        tested = judge.tested([image for image in drawn if image is not None])
         return {
             f"{what}/{name}": torch.tensor(value, dtype=torch.float64)
             for what, found in asdict(tested).items()
@@ -437,6 +442,7 @@ def tested_judge(studio: Studio, dataset: RealImages, texts: Sequence[str]) -> t
             for image, each in zip(shown, images, strict=True)
             for part in (torch.from_numpy(np.array(image)), each.text)
         ),
+        *(each.latents[0] for each in unrelated),
     )
     entry = studio.read_or_make(key, test, 0)
     judge.describe = None  # an encoder on the device is not kept by who keeps the judge

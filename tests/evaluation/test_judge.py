@@ -18,6 +18,8 @@ from lora_trainer.evaluation.judge import (
     ASKED,
     LENIENT,
     MEASURES,
+    OTHER,
+    OTHER_WORDS,
     Judge,
     is_beyond,
     limits_between,
@@ -109,6 +111,30 @@ def test_a_limit_lies_between_untouched_images_and_the_nearest_faulty_ones() -> 
     assert nearer["odd"] == pytest.approx(LENIENT)
     one_fault = limits_between(untouched, planted(1.0, lump={"edge": -2.0}))
     assert one_fault["edge"] == pytest.approx(LENIENT), "by the fault that it tells"
+
+
+def test_other_things_are_told_where_lumps_are_not() -> None:
+    """As of a subject of one plain form, whose lumps have the same colors at the same places."""
+    untouched, plain = [values(0.0)] * 4, planted(1.0, lump={"unlike": -1.0})
+    others = {OTHER: [values(-1.0)] + [values(2.0)] * 7}
+    found = limits_between(untouched, {**plain, **others})
+    assert found["unlike"] == pytest.approx(2.0 * LENIENT), "though one of them is like the dataset"
+    assert found["strange"] == pytest.approx(LENIENT), "which tells the lumps"
+    both = limits_between(untouched, {**planted(1.0), **others})
+    assert both["unlike"] == pytest.approx(LENIENT)
+    assert "strange" not in both
+
+
+def test_the_base_s_own_samples_of_other_prompts_are_other_things() -> None:
+    pairs = [drawn(number) for number in range(6)]
+    judge = Judge([image for image, _ in pairs], [caption for _, caption in pairs])
+    assert OTHER not in judge.tested().found
+    others = [Image.effect_noise((96, 96), 80.0 + number).convert("RGB") for number in range(4)]
+    tested = judge.tested(others)
+    assert tested.found[OTHER] == (4, 4)
+    assert OTHER_WORDS not in tested.cannot_tell
+    blind = judge.tested([image for image, _ in pairs])
+    assert OTHER_WORDS in blind.cannot_tell
 
 
 def test_a_measure_that_tells_nothing_has_no_limit() -> None:

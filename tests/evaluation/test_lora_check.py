@@ -23,6 +23,7 @@ from lora_trainer.evaluation import lora_check, sample
 from lora_trainer.evaluation.compute import ON_CPU, Compute
 from lora_trainer.evaluation.evidence import Effort, RealImages
 from lora_trainer.evaluation.faults import FAULTS
+from lora_trainer.evaluation.judge import OTHER
 from lora_trainer.evaluation.lora_check import (
     ADDED_WORDS,
     LoraGate,
@@ -106,7 +107,7 @@ def test_a_trained_lora_is_measured_in_every_part(trained: Path, base: Path, sam
     assert document["parts"]["works"]["value"] == 1.0
     learning = document["numbers"]["learning"]
     assert 0 < learning["low"] < learning["mean"] < learning["high"]
-    assert {name for name, (_, of) in document["numbers"]["judge"]["found"].items() if of} == set(FAULTS)
+    assert {name for name, (_, of) in document["numbers"]["judge"]["found"].items() if of} == {*FAULTS, OTHER}
     lowest = min(part["value"] for part in document["parts"].values() if part["measured"])
     assert document["score"] == round(lowest, 4)
     again = check(trained.with_name("trained.diffusers.safetensors"), base, images)
