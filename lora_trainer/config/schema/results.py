@@ -153,7 +153,11 @@ class GatesSection(Section):
     """When a dataset or a LoRA is refused."""
 
     dataset: Share = setting(0.8, "changes nothing", "score below which `produce` refuses a dataset; 0 refuses none")
-    lora: Share = setting(0.9, "changes nothing", "score below which `produce` refuses a LoRA; 0 refuses none")
+    lora: Share = setting(
+        0.9,
+        "changes nothing",
+        "score below which `produce` refuses a LoRA; 0 refuses none, and 48 samples without a fault show 0.96",
+    )
     lora_check: LoraCheckName = setting(
         "auto",
         "changes nothing",
