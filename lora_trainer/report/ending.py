@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
-from lora_trainer.report.read import RunReport, mapping, number, text, whole
+from lora_trainer.report.read import RunReport, mapping, number, sequence, text, whole
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 from lora_trainer.run_folder.record import step_files
 
@@ -89,6 +89,7 @@ def finished(run: RunReport) -> Verdict:
         message for group in run.lora_findings for _, message in group.about if group.code == NOT_COMPARED
     )
     notes = (
+        *not_told(run),
         *unmeasured([part for part in parts if part.value is not None or part.about not in explained]),
         *ended_early(run),
     )
@@ -196,6 +197,14 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
         about = f"The exported file has step {released:,}{of}."
         return (Answer("From which step?", f"{advised:,}", about),)
     return (Answer("From which step?", f"{released:,}{of}", f"{reason[:1].upper()}{reason[1:]}." if reason else ""),)
+
+
+def not_told(run: RunReport) -> tuple[str, ...]:
+    """The faults that were not looked for, since the judge does not tell them from untouched images of the dataset."""
+    faults = [text(fault) for fault in sequence(run.record.lora.get("cannot_tell"))]
+    if not faults:
+        return ()
+    return (f"The judge cannot tell {', '.join(faults)} on this dataset: look for these in the images.",)
 
 
 def unmeasured(parts: Sequence[PartInterval]) -> tuple[str, ...]:

@@ -197,9 +197,9 @@ def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
     sides = [(WITH, kept_file(run, row, "lora"))]
     if row.get("untriggered"):
         sides = [
-            ("without the LoRA", kept_file(run, row, "base")),
-            ("with it, without its trigger word", kept_file(run, row, "untriggered")),
-            ("with both", kept_file(run, row, "lora")),
+            ("base", kept_file(run, row, "base")),
+            ("LoRA, no trigger word", kept_file(run, row, "untriggered")),
+            ("LoRA", kept_file(run, row, "lora")),
         ]
     elif row.get("base"):
         sides.insert(0, (WITHOUT, kept_file(run, row, "base")))
