@@ -118,13 +118,6 @@ class Studio:
         with self.without():
             return self.sample(self.original, wanted)
 
-    def sample_uncounted(self, seeds: Sequence[int]) -> list[Tensor]:
-        """Samples with the LoRA of the prompts that are not counted, latents [C, h, w], a seed for each."""
-        side = replace(self.changed, samples=self.changed.uncounted)
-        wanted = self.requests(side, range(len(seeds)), seeds, side.samples)
-        self.passes.plan(self.passes_for([each.shape for each in wanted]))
-        return self.sample(side, wanted)
-
     def read_or_make(self, key: str, make: Callable[[], Mapping[str, Tensor]], passes: int) -> Mapping[str, Tensor]:
         """What `make` measures of the base alone, from the cache where it is there. `key` is a digest of what it depends on,
         `passes` how many forward passes were planned for it, which the cache saves.

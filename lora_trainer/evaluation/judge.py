@@ -362,7 +362,7 @@ def limits_between(
     """By measure, the value `LENIENT` of the way from the untouched images to the faulty ones that are nearest to them, of the faults
     that the measure tells; none for a measure that tells none."""
     limits: dict[str, float] = {}
-    told: dict[str, set[str]] = {}
+    distinguished: dict[str, set[str]] = {}
     for measure, faults in MEASURES.items():
         if measure not in untouched[0]:
             continue
@@ -375,9 +375,9 @@ def limits_between(
         above = {name: value for name, value in clear.items() if usual < value < math.inf}
         if above:
             limits[measure] = usual + LENIENT * (min(above.values()) - usual)
-            told[measure] = set(above)
+            distinguished[measure] = set(above)
     # Two measures have more false alarms than one.
-    if "strange" in limits and told["strange"] <= told.get("unlike", set()):
+    if "strange" in limits and distinguished["strange"] <= distinguished.get("unlike", set()):
         del limits["strange"]
     # A copy of the whole image is nearer than images of the dataset ever are to each other, also where a cropped one is not.
     known = [each["near"] for each in untouched if math.isfinite(each["near"])]

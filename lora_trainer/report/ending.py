@@ -88,8 +88,9 @@ def finished(run: RunReport) -> Verdict:
     explained = " ".join(
         message for group in run.lora_findings for _, message in group.about if group.code == NOT_COMPARED
     )
+    faults = ", ".join(text(fault) for fault in sequence(run.record.lora.get("cannot_tell")))
     notes = (
-        *not_told(run),
+        *([f"The judge cannot tell {faults} on this dataset: look for these in the images."] if faults else []),
         *unmeasured([part for part in parts if part.value is not None or part.about not in explained]),
         *ended_early(run),
     )
@@ -197,14 +198,6 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
         about = f"The exported file has step {released:,}{of}."
         return (Answer("From which step?", f"{advised:,}", about),)
     return (Answer("From which step?", f"{released:,}{of}", f"{reason[:1].upper()}{reason[1:]}." if reason else ""),)
-
-
-def not_told(run: RunReport) -> tuple[str, ...]:
-    """The faults that were not looked for, since the judge does not tell them from untouched images of the dataset."""
-    faults = [text(fault) for fault in sequence(run.record.lora.get("cannot_tell"))]
-    if not faults:
-        return ()
-    return (f"The judge cannot tell {', '.join(faults)} on this dataset: look for these in the images.",)
 
 
 def unmeasured(parts: Sequence[PartInterval]) -> tuple[str, ...]:

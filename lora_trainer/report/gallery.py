@@ -131,36 +131,44 @@ KINDS: Mapping[str, KindOfSample] = {
 
 
 def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
-    """Pairs from the end, or from the last images drawn while training; the verdict's images; a sheet of two moments
-    and more. The first images show the worst part of a LoRA that did not pass."""
+    """The images of the page: two beside the verdict, the other pairs, those that show its parts, and sheets."""
     moments = {image.step for image in run.images}
     last = None if None in moments else max((step for step in moments if step is not None), default=None)
     pairs = pairs_of([image for image in run.images if image.step == last])
-    evidence = evidence_of(run)
-    failing = sorted(
-        (part for part in parts if part.outcome in ("refused", "unresolved")),
-        key=lambda part: (part.outcome != "refused", part.value or 0.0),
+    # What did not pass comes first: refused parts before undecided ones, the worst at the top.
+    undecided = [part for part in parts if part.outcome in ("refused", "unresolved")]
+    undecided.sort(key=lambda part: (part.outcome != "refused", part.value or 0.0))
+    failing = [kind for part in undecided for kind, about in KINDS.items() if about.shows == part.name]
+    evidence = sorted(
+        evidence_of(run), key=lambda group: failing.index(group.kind) if group.kind in failing else len(failing)
     )
-    # The kinds of images that show the parts that did not pass, the worst first.
-    wanted = [kind for part in failing for kind, each in KINDS.items() if each.shows == part.name]
-    evidence.sort(key=lambda each: wanted.index(each.kind) if each.kind in wanted else len(wanted))
-    shown = next((each for each in evidence if wanted and each.kind == wanted[0]), None)
-    if shown is None:
-        shown = next((each for each in evidence if each.kind == "trigger"), None)
-    if shown is None and not pairs:
-        shown = next((each for each in evidence if each.kind == "typical"), evidence[0] if evidence else None)
     first: list[ShownGroup] = []
-    if shown is not None:
-        first = [replace(shown, pairs=shown.pairs[:FIRST_PAIRS])]
+    if (shown := shown_first(evidence, failing, has_pairs=bool(pairs))) is not None:
+        first.append(replace(shown, pairs=shown.pairs[:FIRST_PAIRS]))
         evidence = [replace(each, pairs=each.pairs[FIRST_PAIRS:]) if each is shown else each for each in evidence]
-    if left := FIRST_PAIRS - sum(len(group.pairs) for group in first):
+    room = FIRST_PAIRS - sum(len(group.pairs) for group in first)
+    if room and pairs:
         heading = "Without and with the LoRA" if last is None else f"While training, at step {last:,}"
-        first += [ShownGroup("before_after", heading, "", tuple(pairs[:left]))] if pairs else []
-        pairs = pairs[left:]
-    sheet = sheet_of(run) if len(moments) > 1 else NO_SHEET
-    hidden = max(0, len(pairs) - MOST_PAIRS)
-    kept = tuple(each for each in evidence if each.pairs)
-    return Gallery(tuple(first), tuple(pairs[:MOST_PAIRS]), kept, sheet, candidates_sheet(run), last is None, hidden)
+        first.append(ShownGroup("before_after", heading, "", tuple(pairs[:room])))
+        pairs = pairs[room:]
+    return Gallery(
+        tuple(first),
+        tuple(pairs[:MOST_PAIRS]),
+        tuple(group for group in evidence if group.pairs),
+        sheet_of(run) if len(moments) > 1 else NO_SHEET,
+        candidates_sheet(run),
+        at_end=last is None,
+        hidden=max(0, len(pairs) - MOST_PAIRS),
+    )
+
+
+def shown_first(evidence: Sequence[ShownGroup], failing: Sequence[str], *, has_pairs: bool) -> ShownGroup | None:
+    """The group beside the verdict: the images of the worst part, else what the trigger word does, else the pairs, else typical ones."""
+    by_kind = {group.kind: group for group in evidence}
+    wanted = [*failing[:1], "trigger"]
+    if not has_pairs:
+        wanted += ["typical", *by_kind]
+    return next((by_kind[kind] for kind in wanted if kind in by_kind), None)
 
 
 def pairs_of(images: list[Image]) -> list[ImagePair]:

@@ -113,7 +113,7 @@ def test_a_limit_lies_between_untouched_images_and_the_nearest_faulty_ones() -> 
     assert one_fault["edge"] == pytest.approx(LENIENT), "by the fault that it tells"
 
 
-def test_other_things_are_told_where_lumps_are_not() -> None:
+def test_other_things_are_found_where_lumps_are_not() -> None:
     """As of a subject of one plain form, whose lumps have the same colors at the same places."""
     untouched, plain = [values(0.0)] * 4, planted(1.0, lump={"unlike": -1.0})
     others = {OTHER: [values(-1.0)] + [values(2.0)] * 7}
