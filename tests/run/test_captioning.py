@@ -491,7 +491,6 @@ def test_a_known_captioner_is_downloaded_with_consent_and_later_found(
     error = capsys.readouterr().err
     for part in ("florence-community/Florence-2-base", "0.5 GB", "MIT", "--yes"):
         assert part in error
-    assert main([*command, "--yes", "--offline"]) == 2
     # A full disk is named before the download.
     with monkeypatch.context() as full:
         full.setattr("lora_trainer.run.captioner_files.free_bytes", lambda folder: 1000)
@@ -512,6 +511,10 @@ def test_a_known_captioner_is_downloaded_with_consent_and_later_found(
     (data / "a.txt").unlink()
     assert main([*command, "--offline"]) == 0
     assert (data / "a.txt").exists()
+    # Offline, one that is not here is refused with consent too.
+    (data / "a.txt").unlink()
+    assert main([*command[:3], "florence-2-large", "--in-place", "--yes"]) == 2
+    assert "offline" in capsys.readouterr().err
     assert hub.requests == []
 
 
