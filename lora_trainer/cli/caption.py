@@ -110,13 +110,13 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if not wanted:
         return DONE
     folder = find_captioner(
-        arguments.model, offline=arguments.offline, consent=lambda about: arguments.yes or _agreed(about), say=say
+        arguments.model, offline=arguments.offline, consent=lambda about: _agrees(arguments.yes, about), say=say
     )
-    done = _caption(arguments, folder, options, wanted, existing, journal)
+    done = _caption(arguments, folder, options, wanted, journal)
     _print_some("no caption", [str(path) for path in done.silent])
     _print_some("unusable", [f"{path} {why}" for path, why in done.broken])
     print(
-        f"{done.written} captions written, {done.existing} existed, {len(done.silent)} images without a caption, "
+        f"{done.written} captions written, {existing + done.existing} existed, {len(done.silent)} images without a caption, "
         f"{len(done.broken)} unusable images"
     )
     if options.candidates and options.candidates > 1:
@@ -163,8 +163,10 @@ def _print_known() -> None:
     print("Any other is named by its folder. Sizes are those of the download.")
 
 
-def _agreed(about: str) -> bool:
-    """Whether the user says yes; where there is no terminal nobody is asked."""
+def _agrees(beforehand: bool, about: str) -> bool:
+    """Whether the user says yes, or did so `beforehand`; where there is no terminal nobody is asked."""
+    if beforehand:
+        return True
     if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
         return False
     print(f"{about} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -176,7 +178,6 @@ def _caption(
     folder: Path,
     options: CaptionOptions,
     wanted: Sequence[Wanted],
-    existing: int,
     journal: OverwriteJournal | None,
 ) -> Captioned:
     import torch
@@ -192,7 +193,6 @@ def _caption(
             wanted,
             captioner.describe,
             batch=arguments.batch_size,
-            existing=existing,
             finish=finisher(arguments.prefix, arguments.trigger_word, several=(options.candidates or 1) > 1),
             journal=journal,
             watch=watch,

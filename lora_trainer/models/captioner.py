@@ -38,7 +38,7 @@ SEED = 0
 SAMPLING = {"do_sample": True, "num_beams": 1, "temperature": 0.8, "top_p": 0.95}
 EXPECTED = (
     "Expected a transformers folder (a captioner, a chat model that sees images, or an image classifier): config.json, "
-    "*.safetensors and the files of its image processor (and tokenizer); or a WD14 tagger: model.onnx and selected_tags.csv."
+    "*.safetensors and the files of its image reader (and tokenizer); or a WD14 tagger: model.onnx and selected_tags.csv."
 )
 
 
@@ -88,7 +88,7 @@ def load_captioner(folder: Path, device: torch.device, options: CaptionOptions) 
 
 def check_options(kind: str, options: CaptionOptions) -> None:
     """Raise UsageError for options that a captioner or a tagger does not read."""
-    set_here = {
+    set_here: dict[str, dict[str, Any]] = {
         "captions": {
             "--prompt": options.prompt,
             "--length": options.length,
@@ -120,14 +120,14 @@ def _load_writer(
         message = f"{folder} holds a {model_type} model, which describes no images."
         fix = "Name a captioner, a chat model that sees images, or an image classifier with many labels."
         raise UsageError(Problem("captioner_unsupported", message, fix))
-    processor, tokenizer = _load_processor(folder, model_type)
-    text = _text_beside_images(folder, model_type, processor, options)
+    reader, tokenizer = _load_reader(folder, model_type)
+    text = _text_beside_images(folder, model_type, reader, options)
     model = load_pretrained(AutoModelForImageTextToText, folder, device, stored_numbers)
     if device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()  # a CPU computes in float16 many times slower
     most_tokens = options.max_tokens or MOST_TOKENS[options.length or "medium"]
     # A chat model's answer follows the tokens that it read; an encoder's output does not repeat them.
-    answers = bool(getattr(processor, "chat_template", None))
+    answers = bool(getattr(reader, "chat_template", None))
 
     def write(images: Sequence[Image.Image], **how: Any) -> list[str]:
         texts = {} if text is None else {"text": [text] * len(images), "padding": True}
@@ -136,7 +136,7 @@ def _load_writer(
         smaller = [image.copy() for image in images]
         for image in smaller:
             image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-        inputs = processor(images=smaller, return_tensors="pt", **texts).to(device, model.dtype)
+        inputs = reader(images=smaller, return_tensors="pt", **texts).to(device, model.dtype)
         with torch.inference_mode():
             tokens = model.generate(**inputs, max_new_tokens=most_tokens, **how)
         if answers:
@@ -166,10 +166,10 @@ def _sampled(write: Callable[..., list[str]], image: Image.Image, count: int, de
         return write([image], num_return_sequences=count, **SAMPLING)
 
 
-def _load_processor(folder: Path, model_type: str) -> tuple[Any, Any]:
-    """What makes a model's inputs from images and texts, and its tokenizer.
+def _load_reader(folder: Path, model_type: str) -> tuple[Any, Any]:
+    """What makes a model's inputs from images and texts (transformers' `ProcessorMixin`), and its tokenizer.
 
-    Image processors are those on PIL images: transformers' AutoProcessor would need torchvision.
+    The image processor is that on PIL images: transformers' AutoProcessor would need torchvision.
     """
     import transformers
     from transformers import AutoImageProcessor, AutoTokenizer
@@ -188,7 +188,7 @@ def _load_processor(folder: Path, model_type: str) -> tuple[Any, Any]:
 
     parts = {"image_processor": image_processor, "tokenizer": tokenizer, "video_processor": None}
     described, _ = WithoutVideos.get_processor_dict(folder, **LOCAL)
-    # A new answer is as long as the longest: what is padded stands in front.
+    # A new answer is as long as the longest: padding is in front.
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -196,13 +196,13 @@ def _load_processor(folder: Path, model_type: str) -> tuple[Any, Any]:
     return WithoutVideos.from_args_and_dict(own, described), tokenizer
 
 
-def _text_beside_images(folder: Path, model_type: str, processor: Any, options: CaptionOptions) -> str | None:
+def _text_beside_images(folder: Path, model_type: str, reader: Any, options: CaptionOptions) -> str | None:
     """The text that the model reads with each image; None where it reads images alone. Raises UsageError."""
     length = options.length or "medium"
     if model_type == "florence2":
         return options.prompt or FLORENCE_TASKS[length]
-    if getattr(processor, "chat_template", None):
-        return _in_chat(folder, processor, options.prompt or REQUESTS[length])
+    if getattr(reader, "chat_template", None):
+        return _in_chat(folder, reader, options.prompt or REQUESTS[length])
     if options.length is not None:
         message = f"{folder} ({model_type}) writes captions of one length."
         raise UsageError(Problem("option_not_for_model", message, "Leave --length out; --max-tokens limits a caption."))
@@ -212,11 +212,11 @@ def _text_beside_images(folder: Path, model_type: str, processor: Any, options: 
     return options.prompt
 
 
-def _in_chat(folder: Path, processor: Any, request: str) -> str:
+def _in_chat(folder: Path, reader: Any, request: str) -> str:
     """A request in the model's chat template, with one place for an image. Raises UsageError where it has none."""
     from jinja2 import TemplateError
 
-    place = processor.image_token
+    place = reader.image_token
     if place in request:
         message = f"The prompt holds {place}, in whose place {folder} reads an image."
         raise UsageError(Problem("prompt_invalid", message, "Leave it out: the chat template puts it."))
@@ -225,7 +225,7 @@ def _in_chat(folder: Path, processor: Any, request: str) -> str:
     with_list = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": request}]}]
     for messages in (with_text, with_list):
         try:
-            text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError:
             continue
         if text.count(place) == 1:

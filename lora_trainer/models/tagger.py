@@ -13,7 +13,6 @@ from lora_trainer.models.known_captioners import ONNX, TAGS
 from lora_trainer.models.pretrained import LOCAL, load_pretrained
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from PIL import Image
 
@@ -33,6 +32,7 @@ def load_onnx_tagger(folder: Path, threshold: float, blacklist: Collection[str])
     Source: https://huggingface.co/spaces/SmilingWolf/wd-tagger
     """
     import numpy as np
+    from PIL import Image, ImageOps
 
     onnxruntime = import_onnxruntime()
     path = folder / ONNX
@@ -45,14 +45,15 @@ def load_onnx_tagger(folder: Path, threshold: float, blacklist: Collection[str])
         ) from error
     given, made = session.get_inputs()[0], session.get_outputs()[0]
     shape, scores = list(given.shape), list(made.shape)
-    squares = len(shape) == 4 and shape[3] == 3 and isinstance(shape[1], int) and shape[1] == shape[2]
-    if not squares or len(scores) != 2 or not isinstance(scores[1], int):
+    reads_squares = len(shape) == 4 and shape[3] == 3 and isinstance(shape[1], int) and shape[1] == shape[2]
+    if not reads_squares or len(scores) != 2 or not isinstance(scores[1], int):
         message = f"{path} makes {scores} of {shape}; WD14 taggers make [images, labels] of [images, side, side, 3]."
         raise UsageError(Problem("captioner_unsupported", message, "Name a WD14 tagger."))
-    labels = _labels(folder, dict.fromkeys(range(scores[1]), ""))
+    side, labels = shape[1], _labels(folder, dict.fromkeys(range(scores[1]), ""))
 
     def describe(images: Sequence[Image.Image]) -> list[list[str]]:
-        pixels = np.stack([_square(image, shape[1]) for image in images])
+        squares = [ImageOps.pad(each, (side, side), Image.Resampling.BICUBIC, color=WHITE) for each in images]
+        pixels = np.stack([np.asarray(each, dtype=np.float32)[:, :, ::-1] for each in squares])
         shares = session.run([made.name], {given.name: pixels})[0]  # [B, labels]
         return [tags_of(row, labels, threshold, blacklist) for row in shares.tolist()]
 
@@ -67,15 +68,6 @@ def import_onnxruntime() -> Any:
         message = f"WD14 taggers need onnxruntime ({first_line(error)})."
         raise UsageError(Problem("library_missing", message, "pip install 'lora-trainer[onnx]'")) from error
     return onnxruntime
-
-
-def _square(image: Image.Image, side: int) -> np.ndarray[Any, Any]:
-    """An RGB image on a white square, [side, side, 3], BGR, float32."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    whole = ImageOps.pad(image, (side, side), Image.Resampling.BICUBIC, color=WHITE)
-    return np.asarray(whole, dtype=np.float32)[:, :, ::-1]
 
 
 def load_tagger(

@@ -36,7 +36,7 @@ class Captioned:
     """The result, by image."""
 
     written: int = 0
-    existing: int = 0  # had a caption, or got one in an earlier run
+    existing: int = 0  # got one by another process meanwhile
     silent: tuple[Path, ...] = ()  # the model returned no text
     broken: tuple[tuple[Path, str], ...] = ()
 
@@ -127,7 +127,6 @@ def caption_images(
     describe: Describe,
     *,
     batch: int,
-    existing: int = 0,
     finish: Callable[[str], str] = str,
     journal: OverwriteJournal | None = None,
     watch: Watch | None = None,
@@ -137,7 +136,7 @@ def caption_images(
     `finish` makes what is written of each candidate; several are lines of one file. Unreadable images are skipped and
     reported. A batch that does not fit in memory is halved.
     """
-    written, done = 0, 0
+    written, existing, done = 0, 0, 0
     silent: list[Path] = []
     broken: list[tuple[Path, str]] = []
     for part in _batches(wanted, batch):
@@ -156,7 +155,8 @@ def caption_images(
             elif _wrote(each.target, "\n".join(map(finish, candidates))):
                 written += 1
                 if journal is not None:
-                    journal.add(each.target)
+                    journal.path.parent.mkdir(parents=True, exist_ok=True)
+                    append_text(journal.path, json.dumps(str(each.target)) + "\n")
             else:
                 broken.append((each.image, f"has a name too long for its caption ({each.target.name})"))
         done += len(part)
@@ -186,10 +186,6 @@ class OverwriteJournal:
         except FileNotFoundError:
             return set()
         return {str(json.loads(line)) for line in lines}
-
-    def add(self, target: Path) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        append_text(self.path, json.dumps(str(target)) + "\n")
 
 
 def finisher(prefix: str, trigger_word: str | None, *, several: bool) -> Callable[[str], str]:

@@ -163,8 +163,8 @@ def test_a_caption_that_check_refuses_is_unchanged_and_named(
 def test_a_name_that_is_too_long_is_skipped_and_the_rest_continues(tmp_path: Path) -> None:
     long, longer = "a" * 244, "b" * 250
     draw(tmp_path / f"{long}.png", tmp_path / f"{longer}.png", tmp_path / f"{longer}.jpg", tmp_path / "c.png")
-    wanted, existing, _ = find_wanted([tmp_path], None)
-    done = caption_images(wanted, lambda images: [["a"]] * len(images), batch=1, existing=existing)
+    wanted, _, _ = find_wanted([tmp_path], None)
+    done = caption_images(wanted, lambda images: [["a"]] * len(images), batch=1)
     assert [path.name for path, _ in done.broken] == [f"{longer}.jpg", f"{longer}.png"]
     assert "too long" in done.broken[0][1]
     assert sorted(path.name for path in tmp_path.glob("*.txt")) == [f"{long}.txt", "c.txt"]
@@ -202,12 +202,12 @@ def test_a_batch_that_does_not_fit_is_halved_and_a_stopped_run_resumes(tmp_path:
 
     wanted, existing, _ = find_wanted([tmp_path], None)
     with pytest.raises(KeyboardInterrupt):
-        caption_images(wanted, describe, batch=2, existing=existing)
+        caption_images(wanted, describe, batch=2)
     assert len(list(tmp_path.glob("*.txt"))) == 2
     wanted, existing, _ = find_wanted([tmp_path], None)
     assert (len(wanted), existing) == (3, 2)
-    done = caption_images(wanted, describe, batch=3, existing=existing)
-    assert (done.written, done.existing) == (3, 2)
+    done = caption_images(wanted, describe, batch=3)
+    assert (done.written, existing) == (3, 2)
     assert max(sizes) == 2
 
 
@@ -334,16 +334,16 @@ def test_an_architecture_loads_and_its_answers_depend_on_image_and_prompt(name: 
 
 @pytest.mark.parametrize("name", CHATS)
 def test_a_chat_has_one_place_for_the_image(name: str, tmp_path: Path) -> None:
-    from lora_trainer.models.captioner import _in_chat, _load_processor
+    from lora_trainer.models.captioner import _in_chat, _load_reader
 
     folder = getattr(tiny_captioners, name)(tmp_path / "model")
-    processor, _ = _load_processor(folder, json.loads((folder / "config.json").read_text("utf-8"))["model_type"])
-    text = _in_chat(folder, processor, "What is it?")
+    reader, _ = _load_reader(folder, json.loads((folder / "config.json").read_text("utf-8"))["model_type"])
+    text = _in_chat(folder, reader, "What is it?")
     assert text.count(CHATS[name]) == 1
     assert text.count("What is it?") == 1
     assert "type" not in text
     with pytest.raises(UsageError) as caught:
-        _in_chat(folder, processor, f"What is {processor.image_token}?")
+        _in_chat(folder, reader, f"What is {reader.image_token}?")
     assert [each.code for each in caught.value.problems] == ["prompt_invalid"]
 
 
@@ -442,8 +442,8 @@ def test_overwriting_replaces_the_caption_that_is_read_and_continues_after_a_sto
     assert len(find_wanted([data], None, OverwriteJournal.of_command(data, "other"))[0]) == 5
     wanted, existing, _ = find_wanted([data], None, OverwriteJournal.of_command(data))
     assert (len(wanted), existing) == (3, 2)
-    done = caption_images(wanted, describe, batch=2, existing=existing, journal=journal)
-    assert (done.written, done.existing) == (3, 2)
+    done = caption_images(wanted, describe, batch=2, journal=journal)
+    assert (done.written, existing) == (3, 2)
     assert {path.read_text("utf-8") for path in data.glob("*.caption")} == {"new\n"}
     # A finished run is forgotten: the next one overwrites all.
     assert len(find_wanted([data], None, journal)[0]) == 5
@@ -498,8 +498,8 @@ def test_a_known_captioner_is_downloaded_with_consent_and_later_found(
         assert "1 KB free" in capsys.readouterr().err
     assert hub.requests == []
     assert list(data.glob("*.txt")) == []
-    # A broken download continues.
-    hub.status["model.safetensors"] = (503, "")
+    # One that was refused in the middle continues.
+    hub.status["model.safetensors"] = (403, "")
     assert main([*command, "--yes"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     hub.status.clear()

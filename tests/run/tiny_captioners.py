@@ -1,4 +1,4 @@
-"""Folders of tiny captioners with random weights, in the layout of published ones: config, safetensors, processor files."""
+"""Folders of tiny captioners with random weights, in the layout of published ones: config, safetensors, tokenizer and image settings."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def joycaption(folder: Path) -> Path:
     )
     images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
     how = {"patch_size": 16, "vision_feature_select_strategy": "full", "image_token": image_token}
-    processor = LlavaProcessor(images, tokenizer, chat_template=JOY_TEMPLATE, **how)
-    return save(folder, LlavaForConditionalGeneration(config), processor)
+    reader = LlavaProcessor(images, tokenizer, chat_template=JOY_TEMPLATE, **how)
+    return save(folder, LlavaForConditionalGeneration(config), reader)
 
 
 def florence2(folder: Path) -> Path:
@@ -160,12 +160,12 @@ def florence2(folder: Path) -> Path:
         size={"height": 64, "width": 64}, do_center_crop=False, crop_size={"height": 64, "width": 64}
     )
     images.image_seq_length = 65  # 8 x 8 places and their mean
-    processor = Florence2Processor(images, tokenizer)
+    reader = Florence2Processor(images, tokenizer)
     model = Florence2ForConditionalGeneration(config)
     # What is written is compared with these: neither the end nor halves of characters.
     silent = [place for token, place in vocabulary.items() if len(token) > 1 or not token.isascii()]
     model.get_input_embeddings().weight.data[silent] = 0.0
-    return save(folder, model, processor)
+    return save(folder, model, reader)
 
 
 def wd14(folder: Path, biases: Sequence[float], side: int = 16) -> Path:
