@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,7 +138,8 @@ def caption_images(
     written, existing, done = 0, 0, 0
     silent: list[Path] = []
     broken: list[tuple[Path, str]] = []
-    for part in _batches(wanted, batch):
+    for start in range(0, len(wanted), batch):
+        part = wanted[start : start + batch]
         images: list[tuple[Wanted, Image.Image]] = []
         for each in part:
             try:
@@ -211,12 +211,6 @@ def _wrote(target: Path, text: str) -> bool:
             raise
         return False
     return True
-
-
-def _batches(wanted: Iterable[Wanted], size: int) -> Iterator[list[Wanted]]:
-    waiting = iter(wanted)
-    while part := list(itertools.islice(waiting, size)):
-        yield part
 
 
 def _described(images: list[Image.Image], describe: Describe) -> list[list[str]]:
