@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.builtin import BASE_FOLDER
-from lora_trainer.core.errors import Problem, UsageError, known_as, nearest
+from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.gguf_file import PACKED_TYPES, read_gguf_header
 from lora_trainer.core.imports import is_installed
@@ -247,6 +247,6 @@ def _no_file(text: str, path: Path, origin: str) -> Problem:
     if not path.parent.is_dir():
         message = f"There is no model at {text}: the folder {path.parent} does not exist."
         return Problem("model_missing", message, f"Check {origin}.")
-    there = [each.name for each in path.parent.iterdir() if each.suffix in FILES]
-    fix = nearest(path.name, there) if there else f"Check {origin}: that folder holds no checkpoint."
+    there = sorted(each.name for each in path.parent.iterdir() if each.suffix in FILES)
+    fix = f"That folder holds {', '.join(there[:5])}." if there else f"Check {origin}: that folder holds no checkpoint."
     return Problem("model_missing", f"There is no file {path.name} in {path.parent.absolute()}.", fix)
