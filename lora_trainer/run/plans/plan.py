@@ -363,7 +363,7 @@ def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) ->
     if not small:
         return []
     enlarged = f"{len(small)} of {counted(len(samples), 'image')} would be enlarged up to {max(small):.1f} times"
-    return [f"{enlarged}: train refuses them. Set data.resolution lower, or data.allow_small_images=true."]
+    return [f"{enlarged}: train refuses them. Set data.resolution lower, or --set data.allow_small_images=true."]
 
 
 def uncaptioned(config: Config, samples: tuple[Sample, ...]) -> list[str]:
