@@ -102,12 +102,16 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             places, arguments.model, options, arguments.prefix, arguments.trigger_word
         )
     wanted, existing, unusable = find_wanted(folders, output, journal)
-    what = "captioned before this run was stopped" if arguments.overwrite else "with a caption"
-    say(f"{len(wanted) + existing} images: {existing} {what}, {len(wanted)} to caption")
+    if journal is None:
+        say(f"{len(wanted) + existing} images: {existing} with a caption, {len(wanted)} to caption")
+    else:
+        before = f" of {len(wanted) + existing}: a stopped run captioned the others" if existing else ""
+        say(f"{len(wanted)} images to caption{before}")
     if unusable:
         _print_some("unchanged", [f"{path} {why}" for path, why in unusable])
         say("  training refuses these: fix the caption, or remove it to get a new one")
     if not wanted:
+        say("Nothing to caption; --overwrite captions images that have a caption, too.")
         return DONE
     folder = find_captioner(
         arguments.model, offline=arguments.offline, consent=lambda about: _agrees(arguments.yes, about), say=say
