@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   lora-trainer caption --list
   lora-trainer caption ./images --model florence-2-base --output ./captions
-  lora-trainer caption ./images --model wd-swinv2-v3 --blacklist "solo, simple background" --in-place
-  lora-trainer caption ./images --model ./my-captioner --trigger-word sks --candidates 4 --in-place
+  lora-trainer caption ./images --model wd-swinv2-v3 --blacklist solo --in-place
+  lora-trainer caption ./images --model ./blip --trigger-word sks --in-place
 
 Images with a caption in .txt, .caption or metadata.jsonl, .csv or .parquet are
 skipped; captions with other endings are ignored. No caption is overwritten

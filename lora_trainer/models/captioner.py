@@ -192,8 +192,9 @@ def _load_reader(folder: Path, model_type: str) -> tuple[Any, Any]:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    own = [parts[name] for name in WithoutVideos.get_attributes()]
-    return WithoutVideos.from_args_and_dict(own, described), tokenizer
+    reader = WithoutVideos.from_args_and_dict([parts[name] for name in WithoutVideos.get_attributes()], described)
+    reader.chat_template = reader.chat_template or tokenizer.chat_template
+    return reader, tokenizer
 
 
 def _text_beside_images(folder: Path, model_type: str, reader: Any, options: CaptionOptions) -> str | None:

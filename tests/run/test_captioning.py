@@ -337,11 +337,19 @@ def test_a_chat_has_one_place_for_the_image(name: str, tmp_path: Path) -> None:
     from lora_trainer.models.captioner import _in_chat, _load_reader
 
     folder = getattr(tiny_captioners, name)(tmp_path / "model")
-    reader, _ = _load_reader(folder, json.loads((folder / "config.json").read_text("utf-8"))["model_type"])
+    model_type = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
+    reader, _ = _load_reader(folder, model_type)
     text = _in_chat(folder, reader, "What is it?")
     assert text.count(CHATS[name]) == 1
     assert text.count("What is it?") == 1
     assert "type" not in text
+    # Some models have the template in the tokenizer's own file.
+    for path in folder.glob("chat_template.*"):
+        path.unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    settings["chat_template"] = reader.chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert _in_chat(folder, _load_reader(folder, model_type)[0], "What is it?") == text
     with pytest.raises(UsageError) as caught:
         _in_chat(folder, reader, f"What is {reader.image_token}?")
     assert [each.code for each in caught.value.problems] == ["prompt_invalid"]
