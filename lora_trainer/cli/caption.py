@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.cli.arguments import add_offline_argument, say
 from lora_trainer.core.errors import DONE, Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.terminal import is_terminal
 from lora_trainer.models.known_captioners import KNOWN_CAPTIONERS
 
@@ -103,10 +104,10 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         )
     wanted, existing, unusable = find_wanted(folders, output, journal)
     if journal is None:
-        say(f"{len(wanted) + existing} images: {existing} with a caption, {len(wanted)} to caption")
+        say(f"{counted(len(wanted) + existing, 'image')}: {existing} with a caption, {len(wanted)} to caption")
     else:
         before = f" of {len(wanted) + existing}: a stopped run captioned the others" if existing else ""
-        say(f"{len(wanted)} images to caption{before}")
+        say(f"{counted(len(wanted), 'image')} to caption{before}")
     if unusable:
         _print_some("unchanged", [f"{path} {why}" for path, why in unusable])
         say("  training refuses these: fix the caption, or remove it to get a new one")

@@ -28,6 +28,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.data.captions import settled, variant_taken
 from lora_trainer.data.manifest import read_manifest
 from lora_trainer.models.captioner import CaptionOptions, load_captioner
+from lora_trainer.models.known_captioners import KNOWN_CAPTIONERS
 from lora_trainer.run.captioner_files import find_captioner
 from lora_trainer.run.captioning import OverwriteJournal, Wanted, caption_images, find_wanted, finisher
 from tests.run import tiny_captioners
@@ -470,7 +471,10 @@ def test_captions_are_overwritten_only_where_set(tagger: Path, tmp_path: Path) -
     assert (data / "a.txt").read_text("utf-8") == "sks, safe, blue sky, red hair\n"
 
 
-def test_known_captioners_are_listed_with_size_and_license(capsys: pytest.CaptureFixture[str]) -> None:
+def test_known_captioners_are_listed_with_size_and_license(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (checkout / "docs" / "captions.md").read_text("utf-8")
+    assert [name for name in KNOWN_CAPTIONERS if f"`{name}`" not in page] == []
+    assert [name for name, each in KNOWN_CAPTIONERS.items() if f"{each.gigabytes:g} GB" not in page] == []
     assert main(["caption", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name in ("florence-2-base", "qwen2.5-vl-7b", "qwen3-vl-4b", "joycaption", "blip-large", "wd-swinv2-v3"):
