@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,20 +87,19 @@ def find_wanted(
             path = each.path
             name = path.with_suffix(".txt") if stems[path.with_suffix("")] == 1 else path.with_name(path.name + ".txt")
             target = name if place is None else place / name.relative_to(folder)
-            if journal is not None:
+            if journal is None:
+                has_caption = each.caption is not None or path in unreadable or os.path.exists(target)
+                if path in unreadable:
+                    unusable.append((path, unreadable[path]))
+                elif each.caption is not None and not "".join(each.caption).strip():
+                    unusable.append((path, "has an empty caption."))
+            else:
+                # What training reads is overwritten, if it is a text of this image alone.
                 own = path.with_name(each.caption_file) if each.caption_file else target
                 if place is None and files[own] == 1 and ending_of(own.name) in CAPTION_ENDINGS:
                     target = own
-                if str(target) in done:
-                    existing += 1
-                else:
-                    wanted.append(Wanted(path, target))
-                continue
-            if path in unreadable:
-                unusable.append((path, unreadable[path]))
-            elif each.caption is not None and not "".join(each.caption).strip():
-                unusable.append((path, "has an empty caption."))
-            if each.caption is not None or path in unreadable or os.path.exists(target):
+                has_caption = str(target) in done
+            if has_caption:
                 existing += 1
             else:
                 wanted.append(Wanted(path, target))
@@ -181,11 +181,12 @@ class OverwriteJournal:
 
     def read(self) -> set[str]:
         """The files that are done; none where there is no unfinished run."""
-        try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return set()
-        return {str(json.loads(line)) for line in lines}
+        done = set[str]()
+        with suppress(FileNotFoundError):
+            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):  # a damaged line: that file is captioned again
+                    done.add(str(json.loads(line)))
+        return done
 
 
 def finisher(prefix: str, trigger_word: str | None, *, several: bool) -> Callable[[str], str]:

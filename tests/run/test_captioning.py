@@ -447,7 +447,9 @@ def test_overwriting_replaces_the_caption_that_is_read_and_continues_after_a_sto
 
     with pytest.raises(KeyboardInterrupt):
         caption_images(wanted, describe, batch=2, journal=journal)
-    # Another command begins anew; the same one continues.
+    # Another command begins anew; the same one continues, whatever became of a line.
+    with open(journal.path, "ab") as file:
+        file.write(b"\xff\0\n")
     assert len(find_wanted([data], None, OverwriteJournal.of_command(data, "other"))[0]) == 5
     wanted, existing, _ = find_wanted([data], None, OverwriteJournal.of_command(data))
     assert (len(wanted), existing) == (3, 2)
