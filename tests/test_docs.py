@@ -92,7 +92,7 @@ DOTTED = re.compile(rf"(?<![\w./-])(?:{SECTIONS})\.[a-z_0-9]+(?:\.[a-z_0-9]+)*(?
 ADVISED = re.compile(
     rf"(?:[Ss]et|--set|[Rr]emove|[Rr]aise|[Ll]ower|[Cc]heck|with) ((?:{SECTIONS})\.[a-z_0-9]+)(?![\w(/\-.])"
 )
-FILE_ENDINGS = (".json", ".jsonl", ".toml", ".py", ".safetensors")
+FILE_ENDINGS = (".json", ".jsonl", ".onnx", ".toml", ".py", ".safetensors")
 # Fields of run.json, and keys of files.
 NO_SETTINGS = (
     "lora.images",

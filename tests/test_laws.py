@@ -55,7 +55,7 @@ BANNED = re.compile(
 )
 # What libraries and other programs' files call so, captions, and what is written for this test.
 ALLOWED = re.compile(
-    r"AutoImageProcessor|image_processor|preprocessor|processor_config|attention processors?|\w*Processor\b|PROCESSORS|\.processors?\b"
+    r"AutoImageProcessor|image_processor|video_processor|get_processor_dict|PROCESSOR_MAPPING_NAMES|preprocessor|processor_config|attention processors?|\w*Processor\b|PROCESSORS|\.processors?\b"
     r"|set_processor|processor(?==|\.__call__|\(|:| = )|image processor|a processor's signature|data_sets|a picture of a|picture \{index\}"
     r"|background picture|\"pictures\"|\"processor[\"/]|\|processor\||Picture (?:1|\{number\}): "
 )

@@ -158,6 +158,9 @@ def show_report(report: DataReport, steps: StepArithmetic, validation: int, cons
         changes = [f"reduced to {least:.2f} at most"] if least < 1.0 else []
         changes += [f"enlarged {most:.2f} times at most"] if most > 1.0 else []
         show(console, Text(f"resized to buckets: {', '.join(changes) or 'none'}"))
+    if not report.samples:
+        show(console, Text(f"refused: {report.none_usable}"))
+        return
     show(console, Text(f"steps: {steps.line}; {validation} images for validation"))
     if report.agreement is not NOT_COMPARED:
         show(console, Text(report.agreement.line))

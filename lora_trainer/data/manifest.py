@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from lora_trainer.config.schema import CaptionsSection, SourceSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import Finding, Severity, counted
 from lora_trainer.data.images.images import BrokenImageError
-from lora_trainer.data.images.remote import RemoteError
+from lora_trainer.data.images.remote import RemoteError, is_url
 from lora_trainer.data.images.scan import read_headers
 from lora_trainer.data.sample import Manifest, Mask, Sample, Span
 from lora_trainer.data.sources.controls import find_swapped, judged_controls
@@ -217,18 +218,36 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
     message, code = (
         ("has an empty caption.", "empty_caption") if text is not None else ("has no caption.", "missing_caption")
     )
-    severity: Severity = "note" if reading.allow_missing_captions else "error"
     ending = request.ending or ".txt"
-    fix = f"Write one into {found.path.stem}{ending} or set data.allow_missing_captions=true."
+    severity: Severity = "error"
+    fix = _captions_needed(found, ending, request)
     if found.instead:
         message = f"has no {found.path.stem}{ending}, as captions.extension requires, but {found.instead}."
-        fix = "Set captions.extension to what is there, or remove it."
+        there = Path(found.instead).suffix.lstrip(".")
+        fix = f"--set captions.extension={there} reads what is there, or remove the setting."
     elif found.hint:
         fix = f"{found.hint} Else {fix[0].lower()}{fix[1:]}"
-    if reading.allow_missing_captions:
+    # Regularization images show the model's own idea of a class: no trigger word is put in front of their captions.
+    if request.captions.trigger_word and not request.section.is_reg and not found.instead:
+        severity, fix = "note", found.hint or "To say what else it shows, write captions."
+        message = f"{message.rstrip('.')}: the trigger word {request.captions.trigger_word!r} alone is trained."
+    elif reading.allow_missing_captions:
+        severity = "note"
         fix = f"It trains on an empty caption. To give it one, write {found.path.stem}{ending}."
     reading.find(code, severity, message, fix, found.path)
     return caption
+
+
+def _captions_needed(found: FoundImage, ending: str, request: SourceRequest) -> str:
+    """How an image without a caption gets one, or is trained without."""
+    by_hand = f"Write one into {found.path.stem}{ending}"
+    by_model = "with `lora-trainer caption` (--list names models)"
+    if not is_url(request.section.path) and Path(request.section.path).is_dir():
+        folder = shlex.quote(request.section.path)
+        by_model = f"with `lora-trainer caption {folder} --model florence-2-base --in-place`"
+    no_word = request.section.is_reg or request.section.captions is not None  # whose own table replaces the others
+    alone = "" if no_word else "train a trigger word alone: --set captions.trigger_word=WORD; "
+    return f"{by_hand}, or all {by_model}; or {alone}--set data.allow_missing_captions=true trains an empty caption."
 
 
 def _chosen(captions: tuple[str, ...], image: Path, request: SourceRequest, reading: SourceReading) -> str:

@@ -91,7 +91,7 @@ def _of_one(sample: Sample, context: CheckContext) -> list[Finding]:
     for pattern in _patterns(sample, context):
         message = f"has a caption {pattern.message} ({_cut(sample.caption)})."
         found.append(Finding(pattern.code, pattern.severity, message, pattern.fix, path=sample.path))
-    fix = "Write what it shows. If this is the word to learn, name it: captions.trigger_word."
+    fix = "Write what it shows. If this is the word to learn: --set captions.trigger_word=WORD."
     if any(each.code in CODES for each in found):
         pass  # not also that its letters are no words
     elif is_meaningless(sample, context):
@@ -230,9 +230,10 @@ def _fix_garbled_word(word: str) -> str:
 
 
 def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
-    captions = Counter(sample.caption for sample in samples)
     found = _triggers(samples, context) + _check_learned_tokens(samples, context)
-    if len(samples) > 1 and len(captions) == 1 and "" not in captions:
+    samples = [sample for sample in samples if sample.caption]  # each of the others has a finding of its own
+    captions = Counter(sample.caption for sample in samples)
+    if len(samples) > 1 and len(captions) == 1:
         message = f"All {len(samples)} images have the same caption."
         fix = "Fine for one subject; varied captions keep surroundings apart from it."
         if len(samples) < MANY_IMAGES or not samples[0].own_caption:
@@ -242,14 +243,14 @@ def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
     if len(samples) < FEWEST_CAPTIONS:
         return found
     caption, times = captions.most_common(1)[0]
-    if times > OFTEN * len(samples) and caption:
+    if times > OFTEN * len(samples):
         message = f"{times} of {len(samples)} images have the same caption ({_cut(caption)})."
         fix = "Describe each image; what captions do not name is learned as part of the subject."
         found.append(Finding("repeated_caption", "note", message, fix))
     elif len(captions) < FEW_DIFFERENT * len(samples):
         message = f"{len(samples)} images have only {counted(len(captions), 'distinct caption')}."
         found.append(Finding("few_captions", "note", message, "Describe each image."))
-    words = [len(sample.caption.split()) for sample in samples if sample.caption]
+    words = [len(sample.caption.split()) for sample in samples]
     short, long = (sum(count <= SHORT for count in words), sum(count >= LONG for count in words))
     if min(short, long) > 0.1 * len(samples):
         message = f"{counted(short, 'caption has', 'captions have')} {SHORT} words at most, and {long} {'has' if long == 1 else 'have'} {LONG} or more."
@@ -267,7 +268,7 @@ def _check_learned_tokens(samples: Sequence[Sample], context: CheckContext) -> l
             "word_in_some",
             "note",
             f"{times} of {len(texts)} captions contain the learned token {word!r}; the others do not train it.",
-            f"Write it into all captions of its subject, or set captions.trigger_word={word}.",
+            f"Write it into all captions of its subject, or --set captions.trigger_word={word}.",
         )
         for word, times in holding.items()
         if 0 < times < len(texts)
@@ -277,7 +278,7 @@ def _check_learned_tokens(samples: Sequence[Sample], context: CheckContext) -> l
             "unused_word",
             "warning",
             f"No caption contains the learned token {word!r}: it would learn nothing.",
-            f"Write it into the captions, or set captions.trigger_word={word} to put it in front of each.",
+            f"Write it into the captions, or --set captions.trigger_word={word} to put it in front of each.",
         )
         for word, times in holding.items()
         if not times
@@ -285,8 +286,8 @@ def _check_learned_tokens(samples: Sequence[Sample], context: CheckContext) -> l
 
 
 def _triggers(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
-    """One note for all captions whose missing trigger is put in front."""
-    lacking = [sample for sample in samples if lacks_trigger(sample, context.rules)]
+    """One note for all captions whose missing trigger is put in front. Where there is no caption, its own note says so."""
+    lacking = [sample for sample in samples if sample.caption and lacks_trigger(sample, context.rules)]
     if not lacking:
         return []
     trigger, first = context.rules[lacking[0].source].trigger_word, _cut(lacking[0].caption)

@@ -347,14 +347,14 @@ WITHOUT_WEIGHTING = (
         "escaped_brackets",
         "warning",
         "whose backslashes are trained as letters",
-        r"Set captions.prompt_weighting=true, which reads \( as a bracket, as ComfyUI does; or remove the backslashes.",
+        r"--set captions.prompt_weighting=true, which reads \( as a bracket, as ComfyUI does; or remove the backslashes.",
         ESCAPED.search,
     ),
     CaptionPattern(
         "literal_weights",
         "warning",
         "whose weights are trained as letters",
-        "Set captions.prompt_weighting=true, or remove brackets and numbers.",
+        "--set captions.prompt_weighting=true, or remove brackets and numbers.",
         WEIGHTED.search,
     ),
 )
@@ -362,14 +362,14 @@ WITHOUT_WILDCARDS = CaptionPattern(
     "literal_wildcards",
     "warning",
     "whose choices are all trained as letters",
-    "Set captions.wildcards=true, or write one of them.",
+    "--set captions.wildcards=true, or write one of them.",
     re.compile(r"\{[^{}|]{1,200}\|[^{}]{1,200}\}").search,
 )
 WITHOUT_TRIGGER = CaptionPattern(
     "literal_trigger",
     "warning",
     "whose placeholder is trained as letters",
-    "Set captions.trigger_word, and write [trigger] where it belongs.",
+    "--set captions.trigger_word=WORD, and write [trigger] where it belongs.",
     _anywhere(r"\[trigger(_?word)?\]|\{trigger(_?word)?\}|<trigger(_?word)?>"),
 )
 LITERAL_SYNTAX = CaptionPattern(

@@ -97,6 +97,11 @@ class DataReport:
         reasons += ["under the gate"] if self.score < self.gate else []
         return ", ".join(reasons)
 
+    @property
+    def none_usable(self) -> str:
+        """What is to be said of files of which none can be trained yet, in place of a score."""
+        return f"{counted(self.counted, 'file')}, none of which can be trained as it is"
+
     def refusal(self, code: str, group: Sequence[Finding]) -> Problem:
         """One kind of error as a problem: how many files have it, and the first."""
         return Problem(code, self.message(code, group), group[0].fix)

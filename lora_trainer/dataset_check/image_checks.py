@@ -104,7 +104,7 @@ def check_sizes(context: CheckContext) -> list[Finding]:
     found = _sizes(context)
     if (side := _side_that_fits(context)) is None:
         return found
-    fix = f"Set data.resolution={side}, or data.allow_small_images=true, or replace them by larger ones."
+    fix = f"--set data.resolution={side} or --set data.allow_small_images=true, or replace them by larger ones."
     return [replace(each, fix=fix) if each.code == "too_small" else each for each in found]
 
 
@@ -131,14 +131,14 @@ def _sizes(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -
         message = (
             f"is {size}; a bucket's sides are at least {framing.step} px, and data.bucket_no_upscale enlarges nothing."
         )
-        fix = "Remove such images, or set data.bucket_no_upscale=false."
+        fix = "Remove such images, or --set data.bucket_no_upscale=false."
         yield finding_of(sample, "too_small", "error", message, fix)
     elif factor > 1.0:
         message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
         fix = "Replace it with a larger one, remove it, or set data.resolution lower."
         severe = factor > UPSCALE_LIMIT and not context.allow_upscale
         if severe:
-            fix = "Remove such images, set data.resolution lower, or set data.allow_small_images=true."
+            fix = "Remove such images, set data.resolution lower, or --set data.allow_small_images=true."
         code = "too_small" if severe else "upscaled"
         yield finding_of(sample, code, "error" if severe else "warning", message, fix)
     if fit.kept < CROP_LIMIT:

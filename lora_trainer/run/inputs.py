@@ -66,7 +66,7 @@ class Inputs:
         """For people: `images: 22 training, 2 validation (a.png, b.png)`."""
         line = f"images: {len(self.train)} training, {len(self.validation)} validation"
         if not self.validation:
-            return f"{line} (set validation.split=0.1 to keep some and measure on them)"
+            return f"{line} (--set validation.split=0.1 keeps some and measures on them)"
         names = [sample.path.name for sample in self.validation]
         shown = ", ".join(names[:NAMES_SHOWN]) + (", …" if len(names) > NAMES_SHOWN else "")
         return f"{line} ({shown})"

@@ -226,7 +226,8 @@ def show_report(config: Config, inputs: Inputs, console: Console) -> None:
     """The dataset's score and its findings, worst first."""
     report = inputs.report
     name = counted(len(report.samples), "sample") if config.data.sources else 'built-in mascot "pomo"'
-    console.print(f"dataset: {name}, score {report.score:.2f} (minimum {report.gate:.2f})")
+    line = f"{name}, score {report.score:.2f} (minimum {report.gate:.2f})"
+    console.print(f"dataset: {line if report.samples else report.none_usable}")
     # Errors end the run, which prints each kind of them once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
     for code, group in found[:MOST_FINDINGS]:

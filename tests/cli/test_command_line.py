@@ -380,7 +380,7 @@ def test_check_refuses_edit_pairs_where_train_does(
         assert code == 2
         assert f"1 control image for each image, and {model} takes no control images." in err
     code, out, _ = run(capsys, "check", *pairs, "--set", "model.family=flux2", "--quick")
-    assert (code, "score" in out) == (3, True), "one image is too few, but it is checked"
+    assert (code, "none of which can be trained" in out) == (3, True), "it is too small, but it is checked"
 
 
 def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

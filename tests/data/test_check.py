@@ -134,7 +134,7 @@ def test_if_every_image_is_too_small_one_problem_names_the_resolution_that_fits(
     report = check(tmp_path, allow_missing=True)
     (problem,) = report.refusals
     assert "3 of 3 files" in problem.message
-    assert problem.fix.startswith("Set data.resolution=32, ")
+    assert problem.fix.startswith("--set data.resolution=32 ")
     manifest, findings = read_manifest([tmp_path], allow_missing_captions=True)
     refitted = check_dataset(manifest, findings, DatasetGate([Framing((32,), 16)]))
     assert len(refitted.samples) == 3

@@ -58,8 +58,83 @@ def test_images_without_captions(command, bench, tmp_path, capsys):
     assert with_data(bench, data).run("bare", command=command) == 3
     message = plain_error(capsys)
     assert "4 of 10 files have no caption" in message
-    assert "allow_missing_captions" in message
+    for way in (
+        "--set data.allow_missing_captions=true",
+        "--set captions.trigger_word=WORD",
+        f"lora-trainer caption {data} --model florence-2-base --in-place",
+    ):
+        assert way in message
     assert not bench.folder("bare").exists()
+
+
+def test_images_without_captions_train_on_the_trigger_word_alone(bench, tmp_path, capsys):
+    data = draw_images(tmp_path / "bare")
+    for caption in data.glob("*.txt"):
+        caption.unlink()
+    own, sks = with_data(bench, data), "captions.trigger_word=sks"
+    said = "no caption: the trigger word 'sks' alone is trained"
+    assert own.run("alone", steps=2, captions__trigger_word="sks") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [said in line for line in lines].count(True) == 1
+    assert "  image_0.png: trained on 'sks'" in lines
+    assert not any("distinct caption" in line or "lack the trigger" in line for line in lines)
+    assert own.run("gated", "--dry-run", command="produce", captions__trigger_word="sks") == 0
+    assert said in capsys.readouterr().out
+    model = ["--model", str(bench.model)]
+    assert main(["check", str(data), "--set", sks, *model, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["samples"], document["passed"], document["parts"]["captions"]) == (10, True, 1.0)
+    found = [(each["code"], each["severity"]) for file in document["files"] for each in file["findings"]]
+    assert found.count(("missing_caption", "note")) == 10
+    assert main(["plan", "--data", str(data), "--set", sks, *model, "--json"]) == 0
+    assert any(said in sentence for sentence in json.loads(capsys.readouterr().out)["advice"])
+    assert main(["plan", "--data", str(data), *model, "--json"]) == 0
+    assert any("train refuses them" in sentence for sentence in json.loads(capsys.readouterr().out)["advice"])
+
+
+def test_only_images_that_get_a_trigger_word_train_without_a_caption(bench, tmp_path, capsys):
+    data = draw_images(tmp_path / "bare")
+    for number, caption in enumerate(sorted(data.glob("*.txt"))):
+        caption.rename(caption.with_suffix(".tags")) if number else caption.write_text(" ", encoding="utf-8")
+    # A setting that does not find the captions that are there is a mistake. An empty one is one without.
+    own = with_data(bench, data)
+    assert own.run("bare", "--dry-run", captions__trigger_word="sks", captions__extension=".text") == 3
+    assert "--set captions.extension=t" in plain_error(capsys)
+    assert own.run("bare", "--dry-run", captions__trigger_word="sks") == 0
+    assert "has an empty caption: the trigger word 'sks' alone is trained" in capsys.readouterr().out
+    # Regularization images get no trigger word.
+    classes = draw_images(tmp_path / "classes")
+    (classes / "image_0.txt").unlink()
+    sources = f'[{{path = "{bench.data}"}}, {{path = "{classes}", is_reg = true}}]'
+    assert bench.run("bare", "--dry-run", captions__trigger_word="sks", data__sources=sources) == 3
+    message = plain_error(capsys)
+    assert "1 of 20 files has no caption" in message
+    assert "captions.trigger_word" not in message
+
+
+def test_files_of_which_none_can_be_trained_are_counted(bench, tmp_path, capsys):
+    data = draw_images(tmp_path / "bare")
+    for caption in data.glob("*.txt"):
+        caption.unlink()
+    assert with_data(bench, data).run("bare", "--dry-run") == 3
+    assert "dataset: 10 files, none of which can be trained as it is" in capsys.readouterr().out
+    assert main(["check", str(data), "--model", str(bench.model)]) == 3
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1] == "refused: 10 files, none of which can be trained as it is"
+    assert "0 images" not in output
+
+
+@pytest.mark.parametrize("named", ["./modl.safetensors", "modl.safetensors", "sub/modl.safetensors", "./sub/modl.gguf"])
+def test_a_checkpoint_that_is_missing_is_a_missing_file(named, bench, tmp_path, monkeypatch, capsys):
+    (tmp_path / "sub").mkdir()
+    for folder in (tmp_path, tmp_path / "sub"):
+        (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--model", named, "--data", str(bench.data), "--dry-run"]) == 2
+    message = plain_error(capsys)
+    assert f"There is no file {Path(named).name} in " in message
+    assert "That folder holds model.safetensors." in message
+    assert "exists" not in message
 
 
 def test_half_the_files_broken(bench, tmp_path, capsys):

@@ -69,9 +69,14 @@ class Answer(BaseHTTPRequestHandler):
             if part in path:
                 return self.send(code, b"", {"X-Error-Code": error} if error else {})
         if path.startswith("/api/models/"):
-            name, _, _ = path.removeprefix("/api/models/").partition("/revision/")
+            name, _, rest = path.removeprefix("/api/models/").partition("/tree/")
+            name, _, _ = name.partition("/revision/")
             if name not in self.hub.repositories:
                 return self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+            if rest:
+                files = self.hub.repositories[name].items()
+                tree = [{"type": "file", "path": file, "size": len(data), "oid": COMMIT} for file, data in files]
+                return self.send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
             siblings = [{"rfilename": file, "size": len(data)} for file, data in self.hub.repositories[name].items()]
             body = {"id": name, "sha": COMMIT, "siblings": siblings} | self.hub.listing
             return self.send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})

@@ -164,7 +164,9 @@ class CaptionsSection(Section):
     )
     prompt_weighting: bool = setting(False, "fixed", "`(word:1.3)` scales the text embeddings of the word")
     trigger_word: str | None = setting(
-        None, "fixed", "word to learn: it replaces `[trigger]`, and is put first where it is missing"
+        None,
+        "fixed",
+        "word to learn: it replaces `[trigger]`, is put first where it is missing, and alone where there is no caption",
     )
     tag_dropout: Share = setting(0.0, "fixed", "share of tags dropped each time")
     dropout: Share = setting(0.0, "fixed", "share of samples trained with an empty caption")
@@ -251,7 +253,9 @@ class DataSection(Section):
     resolution_ceiling: Count | None = setting(
         None, "fixed in effect", "highest resolution that the VRAM preset allows"
     )
-    allow_missing_captions: bool = setting(False, "fixed in effect", "train images without a caption on an empty one")
+    allow_missing_captions: bool = setting(
+        False, "fixed in effect", "train images without a caption on an empty one, where no trigger word is set"
+    )
     allow_small_images: bool = setting(False, "fixed", "accept images far smaller than the training resolution")
     bucket_no_upscale: bool = setting(False, "fixed", "never enlarge an image: a small one gets a smaller bucket")
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = setting(

@@ -25,7 +25,7 @@ from lora_trainer.core.imports import is_installed
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.core.tensorfile import METADATA, is_gguf
 from lora_trainer.models.folder import EXPECTED, INDEX, MODULAR_INDEX, index_path, without_weights
-from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
+from lora_trainer.run.bases.names import FILES, absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
 
 if TYPE_CHECKING:
@@ -232,9 +232,21 @@ def _no_model(text: str, origin: str) -> Problem:
         return Problem(
             "model_missing", f"There is no model at {text}.", f"Write it as {hub}, with model.revision={hub.revision}."
         )
-    if len(parts) == 2 and Path(parts[0]).is_dir():
+    if path.suffix in FILES:
+        return _no_file(text, path, origin)
+    if len(parts) == 2 and parts[0] not in (".", "..", "~") and Path(parts[0]).is_dir():
         message = f"There is no model at {text}; the folder {parts[0]} exists, so this is not an id of a hub."
         return Problem("model_missing", message, f"Check {origin}.")
     where = "" if path.is_absolute() else f" (looked for in {Path.cwd()})"
     fix = f"Check {origin}. A base model is a folder, a .safetensors or .gguf file, or owner/name of a hub."
     return Problem("model_missing", f"There is no model at {text}{where}.", fix)
+
+
+def _no_file(text: str, path: Path, origin: str) -> Problem:
+    """Why there is no checkpoint at `text`: the files beside it, or the folder that is missing."""
+    if not path.parent.is_dir():
+        message = f"There is no model at {text}: the folder {path.parent} does not exist."
+        return Problem("model_missing", message, f"Check {origin}.")
+    there = sorted(each.name for each in path.parent.iterdir() if each.suffix in FILES)
+    fix = f"That folder holds {', '.join(there[:5])}." if there else f"Check {origin}: that folder holds no checkpoint."
+    return Problem("model_missing", f"There is no file {path.name} in {path.parent.absolute()}.", fix)

@@ -16,7 +16,7 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.gpu_rates import least_seconds
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.core.tensorfile import elements, read_tensor_header
-from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.captions import canonical, rules_of, settled
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.split import split_validation
 from lora_trainer.data.views import plan_views
@@ -208,6 +208,7 @@ def make_plan(
         phases=phases_of(resolved, demand, fit, family, architecture.facts),
         advice=(
             *too_small(config, architecture.facts, (*train, *validation)),
+            *uncaptioned(config, (*train, *validation)),
             *uncounted(config),
             *over_several_gpus(config, demand, fit),
             *advice(demand, fit, architecture),
@@ -362,7 +363,20 @@ def too_small(config: Config, facts: ModelFacts, samples: tuple[Sample, ...]) ->
     if not small:
         return []
     enlarged = f"{len(small)} of {counted(len(samples), 'image')} would be enlarged up to {max(small):.1f} times"
-    return [f"{enlarged}: train refuses them. Set data.resolution lower, or data.allow_small_images=true."]
+    return [f"{enlarged}: train refuses them. Set data.resolution lower, or --set data.allow_small_images=true."]
+
+
+def uncaptioned(config: Config, samples: tuple[Sample, ...]) -> list[str]:
+    """What becomes of images without a caption, of which there may be some."""
+    bare = [each for each in samples if not each.written]
+    if not bare or config.data.allow_missing_captions:
+        return []
+    words = {rules_of(each, caption_rules(config)).trigger_word for each in bare}
+    what = f"{len(bare)} of {counted(len(samples), 'image')} have no caption"
+    if None not in words:
+        return [f"{what}: the trigger word {' or '.join(map(repr, sorted(filter(None, words))))} alone is trained."]
+    ways = "`lora-trainer caption` writes captions; --set captions.trigger_word=WORD trains that word alone."
+    return [f"{what}: train refuses them. {ways}"]
 
 
 def uncounted(config: Config) -> list[str]:
