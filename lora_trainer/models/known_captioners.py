@@ -1,6 +1,7 @@
 """Captioners and taggers that `lora-trainer caption` knows by name. Standard library only.
 
-Sizes are of the files that are downloaded, as their pages on the hub state them; licenses are those of the weights.
+Sizes are of the files that are downloaded, rounded; licenses are those of the weights. None of them was downloaded by the
+project: a repository that has moved or changed is refused by name, with what to do.
 """
 
 from __future__ import annotations
