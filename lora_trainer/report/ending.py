@@ -100,6 +100,9 @@ def finished(run: RunReport) -> Verdict:
         )
     if run.lora.outcome == "refused" or (run.status == "refused" and run.lora.outcome != "unresolved"):
         kept = ("Its files are kept in the folder, marked as refused.",) if run.status == "refused" else ()
+        # The strength of a LoRA that is not to be used matters only where others were compared.
+        if not run.record.lora.get("choice"):
+            answers = step_answers(run)
         return Verdict("bad", "refused", "No, do not use it", refusals(run), answers, (*kept, *notes))
     if run.lora.outcome == "unresolved":
         return Verdict("fair", "not decided", "Not decided yet", undecided(run), answers, notes)
