@@ -109,6 +109,10 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
             raise UsageError(
                 Problem("hub_refused", message, "Log in with `hf auth login`, or check HF_TOKEN.")
             ) from error
+        if code == 429:
+            message = f"The hub limits how often {model} may be asked for (error 429)."
+            fix = f"Try again in some minutes; `hf auth login` raises the limit. {TRY_AGAIN}"
+            raise UsageError(Problem("hub_limits_requests", message, fix)) from error
         raise UsageError(
             Problem("hub_error", f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
         ) from error
