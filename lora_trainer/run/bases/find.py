@@ -25,6 +25,7 @@ from lora_trainer.core.imports import is_installed
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.core.tensorfile import METADATA, is_gguf
 from lora_trainer.models.folder import EXPECTED, INDEX, MODULAR_INDEX, index_path, without_weights
+from lora_trainer.run.bases.catalog import catalog
 from lora_trainer.run.bases.names import absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
 
@@ -231,6 +232,11 @@ def _no_model(text: str, origin: str) -> Problem:
     if (hub := as_hub_part(text)) is not None and hub.revision:
         return Problem(
             "model_missing", f"There is no model at {text}.", f"Write it as {hub}, with model.revision={hub.revision}."
+        )
+    if (listed := catalog().get(text.lower())) is not None:
+        message = f"There is no model at {text}; {text} is a name of `lora-trainer models`."
+        return Problem(
+            "model_missing", message, f"Write {origin} {listed.hub_id}, or a file: lora-trainer models get {text}"
         )
     if len(parts) == 2 and Path(parts[0]).is_dir():
         message = f"There is no model at {text}; the folder {parts[0]} exists, so this is not an id of a hub."

@@ -101,6 +101,14 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
         return _fetched(model, weights=weights, without_t5=without_t5, say=say)
 
 
+def complete_in_cache(model: HubModel) -> Path | None:
+    """The model's folder, or file, in the cache if all of it is there; makes no request."""
+    found = cached(model)
+    if found is None or _lacking(found, model, weights=True, without_t5=False):
+        return None
+    return found.folder / (model.file or "")
+
+
 def cached(model: HubModel) -> Snapshot | None:
     """What the cache has of the model, whole or not."""
     storage = _storage(model)
