@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.config.contradictions import from_user
@@ -23,7 +24,6 @@ from lora_trainer.run_folder.record import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -369,6 +369,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         f"for {readers(kohya)}": kohya,
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
         "before / after": comparison,
+        "ComfyUI workflow": folder / name if (name := record.files.get("comfyui")) else None,
+        "prompt for A1111, Forge": folder / name if (name := record.files.get("a1111")) else None,
+        "copied to": Path(record.copied_to) if record.copied_to else None,
         "report": folder / "report.html" if record.files.get("report") else None,
         "record": folder / RECORD,
     }

@@ -93,6 +93,11 @@ def find_programs(environment: Mapping[str, str] | None = None) -> list[Program]
     return list(found.values())
 
 
+def program_at(folder: Path) -> Program | None:
+    """The program whose own folder this is; None for any other folder."""
+    return next((Program(kind, folder.resolve()) for kind in TITLES if _is_program(kind, folder)), None)
+
+
 def find_files(programs: list[Program]) -> list[FoundFile]:
     """The base models in the programs' folders, recognized by their headers; anything else is passed over."""
     found: dict[Path, FoundFile] = {}
