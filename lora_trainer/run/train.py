@@ -123,7 +123,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
     inputs = read_inputs(order.config, model)
-    show_report(order.config, inputs, console)
+    show_report(order.config, inputs, console, verbose=order.verbose)
     if dry_run:
         if found is not None and is_over and total_steps(order, inputs) <= found.steps:
             refuse_data(inputs, enforce_gates=enforce_gates)
@@ -430,9 +430,10 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     record = finish(order, with_files_for_programs(order, record))
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
-        fixes = " ".join(dict.fromkeys(each.fix for each in report.findings if each.severity == "error" and each.fix))
+        why = [each.fix for each in report.findings if each.fix and each.message in report.reasons]
+        fixes = " ".join(dict.fromkeys(why))
         message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as {status}."
-        raise LoraRefused(Problem("lora_refused", message, fixes or "The findings above say what to change."), report)
+        raise LoraRefused(Problem("lora_refused", message, fixes or "The report shows the samples."), report)
     return RunResult(folder, record, code)
 
 
