@@ -17,13 +17,13 @@ from lora_trainer.core.findings import folded, printable_lines
 
 if TYPE_CHECKING:
     from lora_trainer.run.bases.catalog import CatalogModel
-    from lora_trainer.run.bases.programs import FoundFile, Program
-    from lora_trainer.run.plans.fitting import Fit
+    from lora_trainer.run.bases.programs import FoundModel, Program
+    from lora_trainer.run.plans.fits_gpu import Fit
 
 EXAMPLES = """examples:
   lora-trainer models
   lora-trainer models --vram 12
-  lora-trainer models get sdxl
+  lora-trainer models get klein-base-4b
   lora-trainer models get owner/name
 """
 INDENT = 22
@@ -46,7 +46,7 @@ def models_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
             Problem("unknown_action", f"Unknown action {arguments.action}.", nearest(arguments.action, ["get"]))
         )
     elif arguments.action == "get" and arguments.name is None:
-        problems.append(Problem("argument_missing", "models get needs a name.", "For example: models get sdxl"))
+        problems.append(Problem("argument_missing", "models get needs a name.", "For example: models get klein-base-4b"))
     if arguments.vram is not None and not 1 <= arguments.vram <= 1024:
         problems.append(
             Problem("vram_out_of_range", f"--vram is {arguments.vram:g}, must be 1 to 1024.", "It is in GB: --vram 12")
@@ -85,10 +85,15 @@ def list_models(arguments: argparse.Namespace) -> int:
     """Print every model."""
     from lora_trainer.run.bases.catalog import catalog
     from lora_trainer.run.bases.programs import find_files, find_programs
-    from lora_trainer.run.plans.fitting import fit_of
+    from lora_trainer.run.plans.fits_gpu import fit_of
 
-    gpu = arguments.vram if arguments.vram is not None else _gpu_gib()
-    sizes = [gpu] if gpu is not None else _tiers()
+    gpu = arguments.vram
+    if gpu is None:
+        from lora_trainer.run.choices import gpu_gib_for_auto
+
+        gpu = gpu_gib_for_auto([])
+    # Without a GPU the sizes of the VRAM presets.
+    sizes = [gpu] if gpu is not None else sorted(float(size) for name in selectable() if (size := tier_gb(name)))
     programs = find_programs()
     files = find_files(programs)
     listed = []
@@ -113,19 +118,7 @@ def list_models(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _gpu_gib() -> float | None:
-    """The memory of this computer's GPU; None without one."""
-    from lora_trainer.run.choices import gpu_gib_for_auto
-
-    return gpu_gib_for_auto([])
-
-
-def _tiers() -> list[float]:
-    """The sizes of the VRAM presets."""
-    return sorted(float(size) for name in selectable() if (size := tier_gb(name)) is not None)
-
-
-def places_of(model: CatalogModel, files: list[FoundFile]) -> list[Path]:
+def places_of(model: CatalogModel, files: list[FoundModel]) -> list[Path]:
     """Where a model lies on this computer: in the hub's cache, or under its published name in another program's folder."""
     from lora_trainer.run.bases.hub import complete_in_cache
     from lora_trainer.run.bases.names import HubModel
@@ -169,7 +162,7 @@ def how_it_fits(fit: Fit) -> str:
 
 
 def summary_lines(
-    gpu: float | None, programs: list[Program], files: list[FoundFile], listed: list[ListedModel]
+    gpu: float | None, programs: list[Program], files: list[FoundModel], listed: list[ListedModel]
 ) -> list[str]:
     """What the list leaves open, and what is on this computer besides."""
     lines = []
@@ -213,7 +206,7 @@ def get_model(arguments: argparse.Namespace) -> int:
     return _print_model(arguments, hub_id, found.folder, " ".join(["--model", hub_id, *revision]))
 
 
-def training_command(place: Path, hub_id: str, files: list[FoundFile]) -> str:
+def training_command(place: Path, hub_id: str, files: list[FoundModel]) -> str:
     """The arguments with which `train` uses a model of this computer; of a denoiser alone with its program's text encoders."""
     file = next((each for each in files if each.path == place), None)
     if file is None:

@@ -12,7 +12,7 @@ from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.errors import Problem, UsageError, first_line
 from lora_trainer.core.io import atomic_path, read_json, write_json, write_text
 from lora_trainer.run.bases.catalog import catalog
-from lora_trainer.run.bases.programs import COMFYUI, FORGE, TITLES, VARIABLES, find_programs, program_at
+from lora_trainer.run.bases.programs import COMFYUI, FORGE, TITLES, VARIABLES, Program, find_programs, is_program
 from lora_trainer.run_folder.record import BEFORE_AFTER
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def loras_folder(target: str) -> Path:
         message = f"run.copy_to is {target}, which is no folder."
         fix = f"Name {COMFYUI}, {FORGE}, the folder of one of them, or a folder for LoRA files."
         raise UsageError(Problem("folder_missing", message, fix))
-    program = program_at(folder)
-    return folder if program is None else program.loras
+    kind = next((kind for kind in TITLES if is_program(kind, folder)), None)
+    return folder if kind is None else Program(kind, folder).loras
 
 
 def with_copy(order: Order, record: Record) -> Record:

@@ -162,7 +162,13 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
         if weights:
             _fetch_all(model, commit, [model.file], sizes, say)
         else:
-            folder = _header_alone(model, commit, sizes[model.file], say)
+            from lora_trainer.run.bases.hub_header import make_placeholder
+
+            # A file in the checkpoint's place that has its header alone.
+            size = sizes[model.file]
+            say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
+            read = range_reader(model, commit, model.file, size, say)
+            folder = make_placeholder(f"{model.name}/{model.file}", size, read) / model.name
     else:
         if model.parts:
             if not (parts := parts_in(sizes, model.parts)):
@@ -187,15 +193,6 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
     if model.file is not None and not weights:
         _HEADERS.update({(_storage(model), each): found for each in (model, replace(model, revision=commit))})
     return found
-
-
-def _header_alone(model: HubModel, commit: str, size: int, say: Say) -> Path:
-    """A folder with a file in the checkpoint's place that has its header alone."""
-    from lora_trainer.run.bases.hub_header import make_placeholder
-
-    say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
-    read = range_reader(model, commit, str(model.file), size, say)
-    return make_placeholder(f"{model.name}/{model.file}", size, read) / model.name
 
 
 def _fetch_all(model: HubModel, commit: str, names: Iterable[str], sizes: Mapping[str, int], say: Say) -> None:

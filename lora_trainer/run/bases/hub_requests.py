@@ -82,14 +82,15 @@ def fetch_file(model: HubModel, commit: str, name: str, size: int, say: Say) -> 
     Raises UsageError for a cache that cannot be written to, and for bytes that differ from the hub's digest: these are deleted.
     """
     from filelock import FileLock
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
 
     about = _metadata(model, commit, name, size, say)
     etag = str(about.etag)
     blobs, locks = _writable_folders(model)
     blob, part = blobs / etag, blobs / f"{etag}.part"
+    has_xet = about.xet_file_data is not None and is_installed("hf_xet") and not constants.HF_HUB_DISABLE_XET
     with FileLock(locks / f"{part.name}.lock"):
-        if not blob.exists() and not part.exists() and about.xet_file_data is not None and _has_xet():
+        if not blob.exists() and not part.exists() and has_xet:
             progress = _progress_lines(name, size, say)
             hf_hub_download(model.name, name, revision=commit, etag_timeout=TIMEOUT, tqdm_class=progress)
             if _differs(blob, etag):  # hf_xet keeps chunks that it has downloaded: asked again, it would use the same
@@ -132,12 +133,6 @@ def _headers_for(about: HfFileMetadata, model: HubModel, commit: str, name: str)
 
     hub = urlsplit(hf_hub_url(model.name, name, revision=commit)).netloc
     return build_hf_headers(token=None if urlsplit(about.location).netloc == hub else False)
-
-
-def _has_xet() -> bool:
-    from huggingface_hub import constants
-
-    return is_installed("hf_xet") and not constants.HF_HUB_DISABLE_XET
 
 
 def _writable_folders(model: HubModel) -> tuple[Path, Path]:

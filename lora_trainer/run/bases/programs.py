@@ -71,7 +71,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class FoundFile:
+class FoundModel:
     """A file of a base model in a program's folder."""
 
     path: Path
@@ -88,43 +88,33 @@ def find_programs(environment: Mapping[str, str] | None = None) -> list[Program]
         roots = (Path.cwd(), Path.cwd().parent, Path.home(), *RENTED)
         usual = [root / place for root in roots for place in USUAL_PLACES[kind]]
         for folder in (*named, Path.cwd(), *usual):
-            if _is_program(kind, folder):
+            if is_program(kind, folder):
                 found.setdefault(folder.resolve(), Program(kind, folder.resolve()))
     return list(found.values())
 
 
-def program_at(folder: Path) -> Program | None:
-    """The program whose own folder this is; None for any other folder."""
-    return next((Program(kind, folder.resolve()) for kind in TITLES if _is_program(kind, folder)), None)
-
-
-def find_files(programs: list[Program]) -> list[FoundFile]:
+def find_files(programs: list[Program]) -> list[FoundModel]:
     """The base models in the programs' folders, recognized by their headers; anything else is passed over."""
-    found: dict[Path, FoundFile] = {}
+    found: dict[Path, FoundModel] = {}
     for program in programs:
-        for folder in program.model_folders(BASES[program.kind]):
-            for path in _weight_files(folder):
-                try:
-                    known = recognize(path)
-                except (UsageError, OSError):
-                    continue  # a LoRA, a VAE, a damaged file, a family that is not trained
-                found.setdefault(path.resolve(), FoundFile(path, known.family, program))
+        paths = [path for folder in program.model_folders(BASES[program.kind]) for path in sorted(folder.rglob("*"))]
+        for path in paths:
+            if path.suffix.lower() not in ENDINGS:
+                continue
+            try:
+                known = recognize(path)
+            except (UsageError, OSError):
+                continue  # a LoRA, a VAE, a damaged file, a family that is not trained
+            found.setdefault(path.resolve(), FoundModel(path, known.family, program))
     return list(found.values())
 
 
-def _is_program(kind: str, folder: Path) -> bool:
+def is_program(kind: str, folder: Path) -> bool:
     """Whether a folder is a program's own, not just one of that name."""
     try:
         return any((folder / "models" / name).is_dir() for name in (LORAS[kind], BASES[kind][0]))
     except OSError:
         return False
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
-    except OSError:
-        return []
 
 
 def _extra_model_paths(folder: Path, names: tuple[str, ...]) -> list[Path]:
