@@ -219,7 +219,7 @@ def test_a_disk_that_fills_up_keeps_what_arrived(hub: LocalHub, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr("lora_trainer.run.bases.hub_requests._append", full)
-        assert "the disk is full" in refused()
+        assert codes_of() == ["disk_full"]
     assert base().whole
 
 

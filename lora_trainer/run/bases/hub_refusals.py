@@ -126,7 +126,11 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
             )
         ) from error
     except OSError as error:
-        reason = "the disk is full" if error.errno in FULL else first_line(error)
+        if error.errno in FULL:
+            message = f"{model} could not be fetched: the disk is full."
+            fix = f"Free some space, or set HF_HOME to a folder on another disk. {TRY_AGAIN}"
+            raise UsageError(Problem("disk_full", message, fix)) from error
+        reason = first_line(error)
         raise UsageError(Problem("download_failed", f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
     except (errors.HFValidationError, errors.FileMetadataError, ValueError) as error:
         raise UsageError(
