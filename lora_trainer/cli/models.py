@@ -46,7 +46,9 @@ def models_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int
             Problem("unknown_action", f"Unknown action {arguments.action}.", nearest(arguments.action, ["get"]))
         )
     elif arguments.action == "get" and arguments.name is None:
-        problems.append(Problem("argument_missing", "models get needs a name.", "For example: models get klein-base-4b"))
+        problems.append(
+            Problem("argument_missing", "models get needs a name.", "For example: models get klein-base-4b")
+        )
     if arguments.vram is not None and not 1 <= arguments.vram <= 1024:
         problems.append(
             Problem("vram_out_of_range", f"--vram is {arguments.vram:g}, must be 1 to 1024.", "It is in GB: --vram 12")

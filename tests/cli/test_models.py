@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import Problem
@@ -16,7 +17,8 @@ from lora_trainer.core.families import families
 from lora_trainer.run.bases.catalog import catalog
 from lora_trainer.run.bases.names import HUB_ID
 from lora_trainer.run.bases.programs import find_programs
-from tests.models.single.originals import write
+from tests.models.single.originals import unet_checkpoint, write
+from tests.models.single.tiny import tiny_pipeline
 from tests.run.local_hub import LocalHub, local_hub
 from tests.run.test_hub import FILES, UNET
 
@@ -166,6 +168,19 @@ def test_a_denoiser_alone_is_used_with_its_program_s_text_encoders(
     (computer / "ComfyUI/models/loras").mkdir()
     got = document(capsys, "get", "sd15")
     assert got["arguments"] == f"--model {own} --set model.text_encoders={encoders}"
+
+
+def test_a_part_that_a_checkpoint_lacks_is_named_where_a_program_has_it(
+    computer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("loras", "text_encoders", "vae"):
+        (computer / "ComfyUI/models" / name).mkdir(parents=True)
+    own = computer / "own.safetensors"
+    write(unet_checkpoint(tiny_pipeline(computer / "words", "sd15"), "sd15"), own)
+    tensors = {key: value for key, value in load_file(own).items() if not key.startswith("cond_stage_model.")}
+    write(tensors, own)
+    assert main(["plan", "--model", str(own)]) == 2
+    assert f"--set model.text_encoders={computer / 'ComfyUI/models/text_encoders'}" in capsys.readouterr().err
 
 
 def test_a_variable_and_extra_model_paths_name_other_folders(computer: Path, tmp_path: Path, monkeypatch: Any) -> None:

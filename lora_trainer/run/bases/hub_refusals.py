@@ -90,7 +90,7 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
     except errors.GatedRepoError as error:
         fix = f"Agree to its terms on {page}, then `hf auth login` or set HF_TOKEN."
         raise UsageError(
-            Problem("hub_gated", f"{model} is gated: the hub asks for a licence to be agreed to.", fix)
+            Problem("hub_gated", f"{model} is gated: the hub wants its license to be accepted first.", fix)
         ) from error
     except errors.RevisionNotFoundError as error:
         raise UsageError(

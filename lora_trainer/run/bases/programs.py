@@ -36,9 +36,13 @@ USUAL_PLACES = {
     ),
 }
 RENTED = (Path("/workspace"), Path("/opt"))
-BASES = {COMFYUI: ("checkpoints", "diffusion_models", "unet"), FORGE: ("Stable-diffusion",)}
+BASES: Mapping[str, tuple[str, ...]] = {
+    COMFYUI: ("checkpoints", "diffusion_models", "unet"),
+    FORGE: ("Stable-diffusion",),
+}
 LORAS = {COMFYUI: "loras", FORGE: "Lora"}
-TEXT_ENCODERS = {COMFYUI: ("text_encoders", "clip"), FORGE: ("text_encoder",)}
+TEXT_ENCODERS: Mapping[str, tuple[str, ...]] = {COMFYUI: ("text_encoders", "clip"), FORGE: ("text_encoder",)}
+VAES: Mapping[str, tuple[str, ...]] = {COMFYUI: ("vae",), FORGE: ("VAE",)}
 ENDINGS = (".safetensors", ".gguf")
 MOST_YAML_BYTES = 1 << 20
 
