@@ -206,6 +206,15 @@ def test_damaged_bytes_of_xet_storage_are_replaced_by_http(hub: LocalHub) -> Non
     assert file_requests(hub) == [""]
 
 
+@pytest.mark.parametrize("path", ["/api/xet-token", "/v1/", "/xorb/"])
+def test_where_xet_storage_fails_its_files_come_by_http(hub: LocalHub, path: str) -> None:
+    hub.xet = {UNET: "ef" * 32}
+    hub.status[path] = (404, "")
+    found = base()
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+    assert file_requests(hub) == [""]
+
+
 def test_without_xet_its_files_come_by_http(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     hub.xet = {UNET: "ab" * 32}

@@ -11,14 +11,15 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from lora_trainer.core.digests import remembered_sha256
-from lora_trainer.core.disk import size_words
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.disk import FULL, refusal, size_words
+from lora_trainer.core.errors import Problem, UsageError, first_line
 from lora_trainer.core.imports import is_installed
 from lora_trainer.run.bases.hub_files import MOST_SMALL_BYTES
 
@@ -92,12 +93,17 @@ def fetch_file(model: HubModel, commit: str, name: str, size: int, say: Say) -> 
     with FileLock(locks / f"{part.name}.lock"):
         if not blob.exists() and not part.exists() and has_xet:
             progress = _progress_lines(name, size, say)
-            hf_hub_download(model.name, name, revision=commit, etag_timeout=TIMEOUT, tqdm_class=progress)
-            if _differs(blob, etag):  # hf_xet keeps chunks that it has downloaded: asked again, it would use the same
+            try:
+                hf_hub_download(model.name, name, revision=commit, etag_timeout=TIMEOUT, tqdm_class=progress)
+            except (OSError, RuntimeError) as error:
+                if refusal(error) in FULL:
+                    raise
+                say(f"  {name}: Xet storage failed ({first_line(error)[:200]}), so it comes by HTTP")
+            # hf_xet keeps chunks that it has downloaded: asked again, it would use the same damaged ones.
+            if blob.exists() and _differs(blob, etag):
                 blob.unlink()
         if not blob.exists():
-            headers = _headers_for(about, model, commit, name)
-            _download(about.location, headers, part, size, _progress_lines(name, size, say), say)
+            _download(model, commit, name, part, size, say)
             if differs := _differs(part, etag):
                 part.unlink()
                 message = f"{name} of {model} came with other bytes than the hub says (its {differs} differs)."
@@ -154,10 +160,11 @@ def _writable_folders(model: HubModel) -> tuple[Path, Path]:
     return blobs, locks
 
 
-def _download(url: str, headers: Mapping[str, str], part: Path, size: int, progress_lines: Any, say: Say) -> None:
+def _download(model: HubModel, commit: str, name: str, part: Path, size: int, say: Say) -> None:
     """Append to `part` what it lacks of a file of `size` bytes.
 
-    A connection that breaks is opened again at the last byte, and given up after TRIES without a new one. Raises the errors of
+    A connection that breaks is opened again at the last byte, and given up after TRIES without a new one. The hub is asked anew
+    where the file lies, since such addresses expire. Raises the errors of
     httpx2 and of huggingface_hub, and OSError for a file that ends too early.
     """
     import httpx2
@@ -166,10 +173,14 @@ def _download(url: str, headers: Mapping[str, str], part: Path, size: int, progr
     with open(part, "ab") as file:
         if file.tell() > size:
             file.truncate(0)
-        with progress_lines(initial=file.tell()) as progress:
+        with _progress_lines(name, size, say)(initial=file.tell()) as progress:
             while (begin := file.tell()) < size:
+                about = _metadata(model, commit, name, size, say)
+                request = partial(
+                    _append, about.location, _headers_for(about, model, commit, name), file, size, progress
+                )
                 try:
-                    _while_busy(lambda: _append(url, headers, file, size, progress), say)
+                    _while_busy(request, say)
                 except (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError):
                     tries = TRIES if file.tell() > begin else tries - 1
                     if tries == 0:
