@@ -102,10 +102,11 @@ def with_files_for_programs(order: Order, record: Record) -> Record:
         recipe = read_json(drawn)
         lora = PurePath(record.copied_to or name).name
         strength = next((each for each in recipe["strengths"] if each), 1.0)
-        text = parameters({**recipe, "lora": lora}, rows_of(recipe)[0], strength)
+        model = file_of_model(order.config.model.path)
+        text = parameters({**recipe, "lora": lora, "model": PurePath(model).stem}, rows_of(recipe)[0], strength)
         write_text(order.folder / f"{record.name}.a1111.txt", text + "\n")
         files[PROMPT] = f"{record.name}.a1111.txt"
-        workflow = workflow_of(recipe, lora, file_of_model(order.config.model.path))
+        workflow = workflow_of(recipe, lora, model)
         if workflow is not None:
             write_json(order.folder / f"{record.name}.comfyui.json", workflow)
             files[WORKFLOW] = f"{record.name}.comfyui.json"

@@ -73,6 +73,7 @@ def test_a_run_leaves_its_lora_in_comfyui_with_a_workflow(bench: Bench, comfyui:
     assert prompt == f"{drawn['images'][0]['prompt']} <lora:cat-2:1>"
     assert negative == "Negative prompt: blurry"
     assert f"Steps: {drawn['steps']}" in numbers
+    assert ", Model: model, " in numbers  # no folder
     page = (folder / "report.html").read_text("utf-8")
     assert "&lt;lora:cat-2:1&gt;" in page
     assert str(copy) in page
