@@ -1,12 +1,13 @@
 # Every target first brings its environment in .venv up to date.
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test check format slow faults test-page test-ray test-slurm test-matrix regressions regressions-update docs
+.PHONY: help setup setup-gpu demo wheel test check format slow faults test-page test-ray test-slurm test-matrix regressions regressions-update docs
 
 help:
 	@echo "make setup      make .venv and install the package and its requirements"
 	@echo "make setup-gpu  the same, with xformers and NVML for NVIDIA GPUs"
 	@echo "make demo       train the built-in example: check, train, score, images; fails if a gate refuses it"
+	@echo "make wheel      build the package: dist/lora_trainer-*.whl, the same bytes each time"
 	@echo "make test       run the tests"
 	@echo "make check      lint, format, types, imports, pages of the docs that come from code"
 	@echo "make slow       run the tests that take too long for make test (an hour on two cores)"
@@ -28,6 +29,9 @@ setup-gpu: setup
 # With the settings of a 12 GB GPU and both gates enforced. Each demo has a folder of its own.
 demo: setup
 	@.venv/bin/lora-trainer demo --preset 12gb --output runs
+
+wheel: setup
+	@rm -rf dist && $(PYTHON) -m hatchling build --target wheel
 
 test: setup
 	@$(PYTHON) -m pytest -q -n logical --maxprocesses 8 --dist worksteal

@@ -41,6 +41,7 @@ SETTING_FLAGS = (
         "N",
         "optimizer steps (default: by train.total_repeats, at most train.step_ceiling)",
     ),
+    ("--copy-to", "run.copy_to", "PROGRAM", "copy the finished LoRA to comfyui, forge, or a folder"),
     ("--max-hours", "train.max_hours", "H", "stop after H hours, with everything saved"),
 )
 _TEXT_SETTINGS = ("model.path", "run.output", "run.name")

@@ -63,9 +63,11 @@ def report_error(error: Exception, *, debug: bool) -> int:
 def _library_that_fails(error: BaseException) -> Problem | None:
     """The library whose import failed, such as a torchvision of another torch; None for an error that has another cause.
 
-    diffusers and transformers wrap the error of a library that they import, and wrap it again.
+    diffusers and transformers wrap the error of a library that they import, and wrap it again. A library's own shared files
+    raise OSError where they are of another system or another GPU's build.
     """
-    if not isinstance(error, ImportError) and not str(error).startswith("Failed to import"):
+    of_import = isinstance(error, ImportError) or str(error).startswith("Failed to import")
+    if not of_import and not (isinstance(error, OSError) and error.filename is None):
         return None
     while error.__cause__ is not None:
         error = error.__cause__
@@ -87,6 +89,9 @@ def _library_that_fails(error: BaseException) -> Problem | None:
     library = importing[-1].partition(".")[0] if importing else ""
     if library in ("", "__main__", "lora_trainer"):
         return None
+    if library == "torch":
+        fix = "Reinstall torch for this system, Python and GPU: docs/setup.md has the commands for CPU, CUDA, ROCm and XPU."
+        return Problem("library_broken", f"torch does not load ({first_line(error)}).", fix)
     fix = (
         f"Install the {library} that suits torch {version('torch')}. If nothing else needs it: pip uninstall {library}."
     )

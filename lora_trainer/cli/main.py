@@ -55,6 +55,8 @@ from lora_trainer.cli.merge_files import EXAMPLES as MERGE_EXAMPLES
 from lora_trainer.cli.merge_files import add_merge_arguments, merge_command
 from lora_trainer.cli.metrics import EXAMPLES as METRICS_EXAMPLES
 from lora_trainer.cli.metrics import add_metrics_arguments, metrics_command
+from lora_trainer.cli.models import EXAMPLES as MODELS_EXAMPLES
+from lora_trainer.cli.models import add_models_arguments, models_command
 from lora_trainer.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from lora_trainer.cli.plan import add_plan_arguments, plan_command
 from lora_trainer.cli.profile import EXAMPLES as PROFILE_EXAMPLES
@@ -419,6 +421,12 @@ COMMANDS = {
         plan_command,
         PLAN_EXAMPLES,
         only_prints=True,
+    ),
+    "models": Command(
+        "list base models, what fits this GPU and what is here; download one",
+        add_models_arguments,
+        models_command,
+        MODELS_EXAMPLES,
     ),
     "validate": Command(
         "score a LoRA file: passed, refused or unresolved, and why",

@@ -151,9 +151,12 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`Did you mean …?` for a misspelt word, or the known words when nothing is near."""
+    """`Did you mean …?` for a misspelt word, in whatever case, or the known words when nothing is near."""
     known = sorted(known)
-    near = get_close_matches(word, known, n=3, cutoff=0.6)
+    lower: dict[str, str] = {name.lower(): name for name in reversed(known)}
+    if word.lower() in lower:
+        return f"Did you mean {lower[word.lower()]}?"
+    near = [lower[name] for name in get_close_matches(word.lower(), lower, n=3, cutoff=0.6)]
     if near:
         return f"Did you mean {' or '.join(near)}?"
     return f"Known: {', '.join(known)}."

@@ -4,6 +4,8 @@
 |---|---|
 | `title`, `other_names` | what people call it; without dots and dashes, for the hint of a wrong `model.family` |
 | `facts`, `denoiser`, `others`, `phases` | the published model: its facts, its denoiser's config, how others of the family differ, its memory |
+| `hub_models` | its models on the hub by the names of `lora-trainer models` (`run/bases/catalog.py`) |
+| `comfyui` | the nodes that load it in ComfyUI (`report/comfyui.py`); absent where they are not known |
 | `single_file` | of checkpoints: where text encoders lie, the hub's models with their tokenizers, configs that no file holds |
 | `other_trainers` | what each trainer calls the family, and the defaults that it has there |
 | `layers` | the published denoisers' layers, by `scripts/write_layer_shapes.py` |

@@ -438,6 +438,23 @@ VARIABLES: Mapping[str, Variable] = {
         "never; HF_HOME replaces it",
         judge=any_value("transformers does not read it any more: models go to another folder", "set HF_HOME instead"),
     ),
+    "HF_HUB_DISABLE_XET": Variable(
+        "Hub and caches",
+        "downloads from the hub by plain HTTP, which resume at the last byte after the command was ended; Xet is faster",
+        "on a connection that breaks for long",
+    ),
+    "COMFYUI_PATH": Variable(
+        "Hub and caches",
+        "the folder of ComfyUI, for `models` and `--copy-to comfyui`",
+        "where it is at none of the usual places",
+        judge=judge_folder,
+    ),
+    "FORGE_PATH": Variable(
+        "Hub and caches",
+        "the folder of Forge or A1111, for `models` and `--copy-to forge`",
+        "where it is at none of the usual places",
+        judge=judge_folder,
+    ),
     "HTTPS_PROXY": Variable(
         "Hub and caches", "the proxy for requests to the hub", "where the network requires one", secret=True
     ),

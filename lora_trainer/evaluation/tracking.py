@@ -122,11 +122,14 @@ def tracked_numbers(base: Sequence[Sequence[float]], found: ValidationLoss) -> d
 
 
 def tracked_line(numbers: Mapping[str, float]) -> str:
-    """`; gain 52 % (48 to 55), caption agreement 0.92`: for the line of a validation; empty without numbers."""
+    """`; 52 % lower than before training (48 to 55), caption agreement 0.92`, after a validation loss; empty without numbers."""
     parts = []
     if "gain" in numbers:
         gain, low, high = (100 * numbers[name] for name in ("gain", "gain_low", "gain_high"))
-        parts.append(f"gain {gain:.0f} % ({low:.0f} to {high:.0f})")
+        if gain >= 0:
+            parts.append(f"{gain:.0f} % lower than before training ({low:.0f} to {high:.0f})")
+        else:
+            parts.append(f"{-gain:.0f} % higher than before training ({-high:.0f} to {-low:.0f})")
     if "agreement" in numbers:
         parts.append(f"caption agreement {numbers['agreement']:.2f}")
     return f"; {', '.join(parts)}" if parts else ""

@@ -26,6 +26,7 @@ THE_BATCH_DECIDES = (
     ("run", "output"),
     ("run", "offline"),
     # A folder of somebody else must not run commands, nor send anything.
+    ("run", "copy_to"),
     ("run", "on_finish"),
     ("run", "on_failure"),
     ("run", "command_seconds"),

@@ -34,6 +34,7 @@ from lora_trainer.report.verdict_parts import verdict_parts
 from lora_trainer.run_folder.record import RECORD, Record
 
 FILE = "report.html"
+MOST_PROMPT = 20_000  # characters
 MOST_COMPARED = 12  # columns that can still be read
 TEMPLATES = Path(__file__).parent / "page"
 # Of a terminal, and those that turn the direction of a line: names and captions may hold them.
@@ -98,6 +99,9 @@ def render_run(run: RunReport) -> str:
         utilization=number(seen_of(run).get("gpu_utilization")),
         charts=charts_of(run),
         gallery=gallery,
+        prompt=prompt_for_a1111(run),
+        workflow=run.record.files.get("comfyui"),
+        copied_to=run.record.copied_to,
         images=embedded(gallery.paths),
         dataset=dataset_line(run),
         trained=text(run.record.sample_counts.get("line")),
@@ -195,6 +199,16 @@ def meta_of(run: RunReport) -> list[str]:
     base = "the built-in model" if built_in else re.split(r"[/\\\\]", model.get("path", ""))[-1]
     facts = [moment(run.record.started), f"{model.get('family', '')} on {base}" if model else None]
     return [*(each for each in facts if each), *([f"{sessions} sessions"] if sessions > 1 else [])]
+
+
+def prompt_for_a1111(run: RunReport) -> str:
+    """The text that draws the first sample in A1111 and Forge; empty where the run has none."""
+    name = run.record.files.get("a1111")
+    path = run.folder / Path(name or "").name
+    try:
+        return path.read_text(encoding="utf-8")[:MOST_PROMPT].strip() if name else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def dataset_line(run: RunReport) -> str:

@@ -55,7 +55,7 @@ from lora_trainer.run.counting import DRAWN, counting
 from lora_trainer.run.differences import ROUNDING_DIFFERS, other_machine, pinned, repeated_record
 from lora_trainer.run.file_sizes import lora_bytes
 from lora_trainer.run.inputs import Inputs, named_controls, own_architecture, with_absolute_paths
-from lora_trainer.run.messages import length_lines, model_lines, show_captions, show_views
+from lora_trainer.run.messages import length_lines, model_lines, print_row, show_captions, show_views
 from lora_trainer.run.miniature import trial_line
 from lora_trainer.run.plans.plan import gauge_of
 from lora_trainer.run.release import (
@@ -203,7 +203,8 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     The session returned has the micro-batch size that was found, and how long caching took. Raises UserError.
     """
     config, inputs, console = session.config, session.inputs, session.console
-    show_views(config, inputs, session.steps, console)
+    verbose = session.order.verbose
+    show_views(config, inputs, session.steps, console, verbose=verbose)
     for line in (
         inputs.split_line,
         f"steps: {session.steps.line}",
@@ -212,8 +213,8 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         *session.choices.lines,
         *(() if config.checkpoint.save_state else (WITHOUT_STATE,)),
     ):
-        console.print(line)
-    show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize)
+        print_row(console, line, verbose=verbose)
+    show_captions(config, inputs, console, session.choices.encoder_dtype.itemsize, verbose=verbose)
     if session.processes.is_main and (line := trial_line(config, inputs)) is not None:
         console.print(line)
     began = time.monotonic()
@@ -221,8 +222,8 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     session = replace(session, cache_seconds=session.cache_seconds + time.monotonic() - began)
     images = measured_images(config, inputs, plans)
     context = build(session)
-    for note in (*context.built.notes, *(context.built.details if session.order.verbose else ())):
-        console.print(note)
+    for note in (*context.built.notes, *(context.built.details if verbose else ())):
+        print_row(console, note, verbose=verbose)
     data = cached_data(config, inputs, plans)
     if (scale := config.loss.guidance_target) is not None:
         empty = data.texts.read(data.empty_key)

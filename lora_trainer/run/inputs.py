@@ -30,6 +30,7 @@ from lora_trainer.models.folder import read_config, without_weights
 from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens
 from lora_trainer.run.bases.find import describe_model, find_base, on_stderr
 from lora_trainer.run.bases.names import absolute
+from lora_trainer.run.bases.programs import TITLES
 from lora_trainer.run.class_images import planned_class_images
 from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
@@ -117,6 +118,9 @@ def with_absolute_paths(config: Config) -> Config:
     scratch = config.checkpoint.scratch
     if scratch != "auto":
         scratch = absolute_file(scratch)
+    copy_to = config.run.copy_to
+    if copy_to not in TITLES:
+        copy_to = absolute_file(copy_to)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
@@ -130,7 +134,7 @@ def with_absolute_paths(config: Config) -> Config:
                 update={"control_images": tuple(map(absolute_file, config.sample.control_images))}
             ),
             "checkpoint": config.checkpoint.model_copy(update={"scratch": scratch}),
-            "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve())}),
+            "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve()), "copy_to": copy_to}),
         }
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.config.contradictions import from_user
 from lora_trainer.config.layers import Resolved, flattened
 from lora_trainer.config.presets import BASES, CHOSEN, presets
 from lora_trainer.config.schema import CaptionsSection, Config
-from lora_trainer.core.errors import Problem, UsageError, UserError
+from lora_trainer.core.errors import LORA_REFUSED, Problem, UsageError, UserError
 from lora_trainer.core.findings import counted, printable
 from lora_trainer.data.captions import most_choices
 from lora_trainer.data.split import FEWEST_COMPARED
@@ -23,7 +24,6 @@ from lora_trainer.run_folder.record import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lora_trainer.run_folder.record import Record
 
 
-MOST_FINDINGS = 8
+MOST_FINDINGS, FINDINGS_ON_SCREEN = 8, 2
 # In the names of models distilled for few steps whose configs are those of their base.
 DISTILLED_NAMES = re.compile(r"turbo|lightning|schnell|(?<![a-z])(?:hyper|lcm|dmd2?|flash)(?![a-z])", re.IGNORECASE)
 VELOCITY_NAMES = re.compile(r"v[-_ ]?pred", re.IGNORECASE)
@@ -222,19 +222,30 @@ def announce(config: Config, console: Console) -> None:
             )
 
 
-def show_report(config: Config, inputs: Inputs, console: Console) -> None:
-    """The dataset's score and its findings, worst first."""
+def print_row(console: Console, line: str, *, verbose: bool) -> None:
+    """Print a line; on a terminal it is cut to one row, so that all before the progress bar fit a screen.
+
+    Warnings stay whole, and so does everything with `verbose`, in files and in run.json.
+    """
+    if console.is_terminal and not verbose and not line.startswith(("warning:", "note:")) and len(line) > console.width:
+        line = f"{line[: console.width - 1]}…"
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def show_report(config: Config, inputs: Inputs, console: Console, *, verbose: bool = False) -> None:
+    """The dataset's score and its findings, worst first; on a terminal the first two kinds, unless `verbose`."""
     report = inputs.report
     name = counted(len(report.samples), "sample") if config.data.sources else 'built-in mascot "pomo"'
     line = f"{name}, score {report.score:.2f} (minimum {report.gate:.2f})"
     console.print(f"dataset: {line if report.samples else report.none_usable}")
     # Errors end the run, which prints each kind of them once.
     found = [(code, group) for code, group in report.grouped if group[0].severity != "error"]
-    for code, group in found[:MOST_FINDINGS]:
+    most = FINDINGS_ON_SCREEN if console.is_terminal and not verbose else MOST_FINDINGS
+    for code, group in found[:most]:
         console.print(f"  {group[0].severity}: {report.message(code, group)} {group[0].fix}".rstrip())
-    if len(found) > MOST_FINDINGS:
-        console.print(f"  … and {len(found) - MOST_FINDINGS} more kinds: `lora-trainer check` shows all")
-    for note in report.notes[:MOST_FINDINGS]:
+    if len(found) > most:
+        console.print(f"  … and {counted(len(found) - most, 'more kind')}: `lora-trainer check` shows all")
+    for note in report.notes[:most]:
         console.print(f"  note: {note}")
 
 
@@ -246,11 +257,13 @@ def of_each_source(samples: Sequence[Sample], most: int) -> list[Sample]:
     return [samples[place] for place in sorted(places[:most])]
 
 
-def show_views(config: Config, inputs: Inputs, steps: StepArithmetic, console: Console) -> None:
+def show_views(
+    config: Config, inputs: Inputs, steps: StepArithmetic, console: Console, *, verbose: bool = False
+) -> None:
     """The buckets; where images have several variants, their size on disk and how many are used."""
     plan = inputs.train_plan
     for line in plan.lines:
-        console.print(line)
+        print_row(console, line, verbose=verbose)
     if plan.most == 1:
         return
     size, limit = (
@@ -273,7 +286,7 @@ def in_gigabytes(size: float) -> str:
     return f"{size:.1f} GB" if size >= 1 else f"{1000 * size:.{0 if size >= 0.01 else 1}f} MB"
 
 
-def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int) -> None:
+def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: int, *, verbose: bool = False) -> None:
     """The texts of three images, what caption variants take on disk, and settings that have no effect.
 
     `itemsize`: bytes of a number in the cache of text embeddings.
@@ -284,7 +297,7 @@ def show_captions(config: Config, inputs: Inputs, console: Console, itemsize: in
     console.print(f"captions, for example{dropped}:")
     for sample in of_each_source(inputs.train, CAPTIONS_SHOWN):
         for line in caption_lines(sample):
-            console.print(f"  {line}", markup=False, soft_wrap=True)
+            print_row(console, f"  {line}", verbose=verbose)
     for line in (*variant_lines(config, inputs, itemsize), *no_effect_notes(config, rules, inputs)):
         console.print(line, markup=False)
 
@@ -344,7 +357,10 @@ def no_effect_notes(config: Config, rules: Sequence[CaptionsSection], inputs: In
 
 
 def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path | None, console: Console) -> None:
-    """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions."""
+    """Both scores with the findings, and where everything is. The time is that of the steps, over all sessions.
+
+    Why a gate refuses the LoRA is the error that ends the command, and is not printed here too.
+    """
     console.print()
     console.rule(
         f"{record.name}: {counted(record.steps, 'step')} in {duration(record.training['seconds'])}", style="dim"
@@ -355,7 +371,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         console.print(f"LoRA: not scored. To score it: lora-trainer validate {lora}", soft_wrap=True, markup=False)
     else:
         console.print(lora_line(report))
-    for finding in sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity)):
+    printed_later = report.reasons if record.exit_code == LORA_REFUSED else ()
+    findings = [finding for finding in report.findings if finding.message not in printed_later]
+    for finding in sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)):
         console.print(f"  {finding.severity}: {finding.message}")
         if finding.fix:
             console.print(f"    {finding.fix}")
@@ -370,6 +388,9 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
         f"for {readers(kohya)}": kohya,
         "for diffusers": folder / f"{record.name}.diffusers.safetensors",
         "before / after": comparison,
+        "ComfyUI workflow": folder / name if (name := record.files.get("comfyui")) else None,
+        "prompt for A1111, Forge": folder / name if (name := record.files.get("a1111")) else None,
+        "copied to": Path(record.copied_to) if record.copied_to else None,
         "report": folder / "report.html" if record.files.get("report") else None,
         "record": folder / RECORD,
     }

@@ -95,7 +95,8 @@ def open_session(order: Order, inputs: Inputs) -> Session:
             )
     threads = set_hardware(order.config, processes.device, earlier_threads(order.folder) if order.resume else None)
     if processes.device.type == "cpu":
-        order.console.print(f"threads: {threads.count} ({threads.reason})")
+        if order.verbose or not order.console.is_terminal:
+            order.console.print(f"threads: {threads.count} ({threads.reason})")
         if not rounds_alike_anywhere():
             order.console.print(UNEVEN_PRODUCTS)
     for name in ("gradient_compression", "process_timeout_minutes"):

@@ -59,6 +59,7 @@ from lora_trainer.run.inputs import (
 from lora_trainer.run.lost_files import lost_loras
 from lora_trainer.run.messages import announce, describe_stop, show_end, show_report
 from lora_trainer.run.order import Order, plain_console, run_folder
+from lora_trainer.run.other_programs import with_copy, with_files_for_programs, wrong_copy_to
 from lora_trainer.run.settings import refuse_guidance, refuse_unchecked, refuse_unmeasured, with_installed_libraries
 from lora_trainer.run_folder.lock import LOCK
 from lora_trainer.run_folder.progress import Progress, ProgressFile
@@ -122,7 +123,7 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
     inputs = read_inputs(order.config, model)
-    show_report(order.config, inputs, console)
+    show_report(order.config, inputs, console, verbose=order.verbose)
     if dry_run:
         if found is not None and is_over and total_steps(order, inputs) <= found.steps:
             refuse_data(inputs, enforce_gates=enforce_gates)
@@ -177,7 +178,11 @@ def startable(order: Order) -> Order:
     Raises UsageError for all that this machine lacks and that is known without the data and the model.
     """
     config = order.config
-    problems = [*wrong_commands(config.run), *wrong_scratch(config.checkpoint.scratch)]
+    problems = [
+        *wrong_commands(config.run),
+        *wrong_scratch(config.checkpoint.scratch),
+        *wrong_copy_to(config.run.copy_to),
+    ]
     resolved = order.resolved
     with gathering(problems):
         resolved = with_installed_libraries(resolved)
@@ -194,6 +199,11 @@ def nothing_to_do(order: Order, record: Record, *, dry_run: bool = False) -> Run
     if is_main_process() and not dry_run:
         remove_unfinished(order.folder)  # the report was being written when the run was killed
         write_missing_report(order, record)
+    if record.status == "done" and order.config.run.copy_to and is_main_process() and not dry_run:
+        record = with_copy(order, record)
+        if record.copied_to is not None:
+            record.write(order.folder)
+            order.console.print(f"copied to {record.copied_to}", markup=False, soft_wrap=True)
     if ended_early(order, record):
         order.console.print(
             f"{order.folder} stopped early at step {steps}: {record.reason}. Nothing to do."
@@ -415,12 +425,15 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     record = replace(record, status=status, exit_code=code)
     if refused and record.reason is None:
         record = replace(record, reason=" ".join(report.reasons))
-    record = finish(order, record)
+    if not refused and is_main_process():
+        record = with_copy(order, record)
+    record = finish(order, with_files_for_programs(order, record))
     show_end(record, report, folder, outcome.comparison, order.console)
     if refused:
-        fixes = " ".join(dict.fromkeys(each.fix for each in report.findings if each.severity == "error" and each.fix))
+        why = [each.fix for each in report.findings if each.fix and each.message in report.reasons]
+        fixes = " ".join(dict.fromkeys(why))
         message = f"{' '.join(report.reasons)} It is kept in {folder}, marked as {status}."
-        raise LoraRefused(Problem("lora_refused", message, fixes or "The findings above say what to change."), report)
+        raise LoraRefused(Problem("lora_refused", message, fixes or "The report shows the samples."), report)
     return RunResult(folder, record, code)
 
 

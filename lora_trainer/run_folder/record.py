@@ -40,6 +40,7 @@ class Record:
     scores: dict[str, float | None] = field(default_factory=lambda: {"dataset": None, "lora": None})
     outcome: str | None = None  # of the LoRA's verdict: passed, refused or unresolved; None where it was not measured
     files: dict[str, str | None] = field(default_factory=lambda: {"kohya": None, "diffusers": None, "report": None})
+    copied_to: str | None = None  # the copy of the LoRA in another program's folder
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     changed: tuple[str, ...] = ()  # differences from the session before, or from the run that it repeats
     versions: dict[str, str] = field(default_factory=dict)

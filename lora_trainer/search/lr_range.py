@@ -183,7 +183,14 @@ def range_settings(order: RangeOrder, console: Console) -> Resolved:
     """The settings of the run. Raises UsageError and DatasetRefused."""
     resolved = order.resolved
     sections: dict[str, dict[str, Any]] = {
-        "run": {"output": str(order.folder), "name": RUN, "on_finish": None, "on_failure": None, "trackers": ()},
+        "run": {
+            "output": str(order.folder),
+            "name": RUN,
+            "copy_to": None,
+            "on_finish": None,
+            "on_failure": None,
+            "trackers": (),
+        },
         "train": {
             "max_steps": order.steps,
             "max_epochs": None,

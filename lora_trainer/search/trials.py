@@ -70,7 +70,7 @@ def trial_settings(
     """
     of_search = Layer("search", {name: dict(values) for name, values in plan.for_trials.items()})
     # Not once for each trial.
-    silent = {"on_finish": None, "on_failure": None}
+    silent = {"copy_to": None, "on_finish": None, "on_failure": None}
     where = Layer("search", {"run": {"output": str(place.parent), "name": place.name, **silent}})
     resolved = settle(plan.shared.presets, [*plan.shared.user, of_search, *layers, where], say=lambda line: None)
     config, train_images = resolved.config, tuple(read_train(resolved))

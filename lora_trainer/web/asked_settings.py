@@ -22,7 +22,9 @@ PAGE = "page"  # the layer of what a request sets; `from page` in messages
 PLACES = (
     *("model.path", "model.vae", "model.text_encoders", "model.training_adapter", "model.loras", "cache.dir"),
     *("lora.network_weights", "checkpoint.scratch", "sample.control_images", "gates.encoder"),
+    "run.copy_to",
 )
+NAMES = (("checkpoint.scratch", "auto"), ("run.copy_to", "comfyui"), ("run.copy_to", "forge"))  # no paths
 HUB_PARTS = ("model.path", "model.vae", "model.text_encoders", "gates.encoder")
 OF_SOURCES = ("path", "captions_file", "masks", "control_images")
 ALPHA = "alpha"  # masks of the images' own
@@ -98,7 +100,7 @@ def refuse_outside(values: Iterable[Mapping[str, Any]], roots: Sequence[Path], p
     """Add a problem for each path outside of the allowed roots, and each command, in settings by section."""
     for layer in values:
         for name, text in named_places(layer):
-            if (name, text) == ("checkpoint.scratch", "auto"):
+            if (name, text) in NAMES:
                 continue
             is_elsewhere = text in ("", EMPTY) or text.startswith(("http://", "https://")) or is_url(text)
             if is_elsewhere or ("\0" not in text and name in HUB_PARTS and as_hub_part(text) is not None):

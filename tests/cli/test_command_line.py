@@ -590,3 +590,28 @@ def test_a_missing_library_is_no_bug_of_ours(capsys: pytest.CaptureFixture[str],
         found = report_error(error, debug=False)
     assert found == code
     assert ("pip install not_installed" in capsys.readouterr().err) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OSError('libtorch_cpu.so: invalid ELF header')",
+        "OSError('[WinError 193] %1 is not a valid Win32 application')",
+        "ImportError('_C.so: undefined symbol')",
+    ],
+)
+def test_a_torch_of_another_system_is_one_message_with_the_fix(tmp_path: Path, error: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"raise {error}\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "lora_trainer", "train", "--output", str(tmp_path / "runs"), "--name", "a"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    assert "torch does not load" in ended.stderr
+    assert "docs/setup.md" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["12GB", "Quality", "AUTO"])
+def test_a_preset_in_capitals_is_offered_as_it_is_written(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["train", "--preset", name]) == 2
+    assert f"Did you mean {name.lower()}?" in capsys.readouterr().err

@@ -125,7 +125,9 @@ def test_what_is_tracked_of_a_validation() -> None:
     assert numbers["gain_low"] == pytest.approx(numbers["gain_high"])
     assert numbers["gain_at_mid_noise"] == pytest.approx(0.25)
     assert numbers["agreement"] == pytest.approx((0.5 + 1 + 1 + 0.75) / 4)
-    assert tracked_line(numbers) == "; gain 25 % (25 to 25), caption agreement 0.81"
+    assert tracked_line(numbers) == "; 25 % lower than before training (25 to 25), caption agreement 0.81"
     assert set(tracked_numbers((), found)) == {"agreement", "agreement_low", "agreement_high"}
+    rising = {"gain": -0.1, "gain_low": -0.12, "gain_high": -0.08}
+    assert tracked_line(rising) == "; 10 % higher than before training (8 to 12)"
     assert tracked_line(tracked_numbers((), ValidationLoss(0.5, 0.5))) == ""
     assert not tracked_numbers(base.tolist(), ValidationLoss(0.5, 0.5, base * float("nan")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import socket
 from collections.abc import Iterator
@@ -72,6 +74,21 @@ def refused(path: str = NAME, **more: object) -> str:
     return str(caught.value)
 
 
+def codes_of(path: str = NAME) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        base(path)
+    assert all(problem.fix for problem in caught.value.problems)
+    return [problem.code for problem in caught.value.problems]
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that a download would wait for a hub."""
+    waited: list[float] = []
+    monkeypatch.setattr("lora_trainer.run.bases.hub_requests.sleep", waited.append)
+    return waited
+
+
 def test_only_needed_files_are_fetched_and_later_found_without_a_request(hub: LocalHub) -> None:
     found = base()
     fetched = set(hub.fetched())
@@ -103,25 +120,115 @@ def test_configs_are_fetched_first_and_weights_when_needed(hub: LocalHub) -> Non
     assert base(weights=False).whole
 
 
-def test_an_interrupted_fetch_resumes(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
-    hub.cut[UNET] = 4000
-    assert "error 503" in refused()
-    hub.status.clear()
+def file_requests(hub: LocalHub, name: str = UNET) -> list[str]:
+    """The ranges that were asked of a file."""
+    return [span for how, path, span in hub.requests if how == "GET" and path.endswith(name)]
+
+
+def test_a_stopped_download_resumes_at_its_last_byte(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    hub.cut[UNET] = [4000]
+    with monkeypatch.context() as patch:
+        patch.setattr("lora_trainer.run.bases.hub_requests.sleep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            base()
     hub.requests.clear()
     messages: list[str] = []
     found = base(messages=messages)
-    ranges = [span for how, path, span in hub.requests if how == "GET" and path.endswith(UNET)]
-    assert ranges == ["bytes=4000-"]
+    assert file_requests(hub) == ["bytes=4000-"]
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
     assert any("resuming at 4 KB" in line for line in messages)
 
 
+def test_a_connection_that_breaks_is_opened_again_at_the_last_byte(hub: LocalHub) -> None:
+    hub.cut[UNET] = [3000, 5000, 5000, 9000]
+    found = base()
+    assert file_requests(hub) == ["", "bytes=3000-", "bytes=5000-", "bytes=5000-", "bytes=9000-"]
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+
+
+def test_a_connection_that_only_breaks_is_given_up(hub: LocalHub) -> None:
+    hub.cut[UNET] = [3000] * 20
+    assert codes_of() == ["hub_unreachable"]
+    assert len(file_requests(hub)) == 6
+    hub.cut.clear()
+    assert base().whole
+
+
+@pytest.mark.parametrize("path", ["/api/models/", f"/resolve/{COMMIT}/model_index.json", UNET])
+@pytest.mark.parametrize(("code", "headers"), [(429, {"Retry-After": "7"}), (429, {}), (503, {})])
+def test_a_busy_hub_is_asked_again(hub: LocalHub, waits: list[float], path: str, code: int, headers: dict) -> None:
+    hub.once[path] = [(code, headers)] * 2
+    assert base().whole
+    assert waits == ([7.0, 7.0] if headers else [1.0, 2.0])
+
+
+@pytest.mark.parametrize(("answers", "asked"), [([(429, {"Retry-After": "3600"})], 1), ([(429, {})] * 5, 5)])
+def test_a_hub_that_stays_busy_ends_in_one_message(hub: LocalHub, answers: list, asked: int) -> None:
+    hub.once["/api/models/"] = answers
+    assert codes_of() == ["hub_limits_requests"]
+    assert len(hub.requests) == asked
+
+
 def test_bytes_that_differ_from_the_hub_digest_are_refused(hub: LocalHub) -> None:
-    hub.headers["ETag"] = f'"{"a" * 64}"'
-    assert "its sha256 differs" in refused()
-    hub.headers.clear()
+    for etag in ("a" * 64, "a" * 40):
+        hub.headers["ETag"] = f'"{etag}"'
+        assert codes_of() == ["download_damaged"]
+        hub.headers.clear()
+    assert not list(hub.cache.rglob("*.part"))
+    assert base().whole
+
+
+def test_small_files_are_compared_with_git_s_digest(hub: LocalHub) -> None:
+    data = b"not one"
+    hub.repositories[NAME] = {"sd.safetensors": data}
+    hub.headers["ETag"] = f'"{hashlib.sha1(b"blob 7" + bytes(1) + data).hexdigest()}"'
+    model = HubModel(NAME, file="sd.safetensors")
+    found = hub_module.find_snapshot(model, weights=True, without_t5=False, offline=False, say=print)
+    assert (found.folder / "sd.safetensors").read_bytes() == data
+
+
+def test_files_in_xet_storage_come_from_there(hub: LocalHub) -> None:
+    hub.xet = {UNET: "ab" * 32}
+    found = base()
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+    assert UNET not in hub.fetched()
+    assert any(path.startswith("/xorb/") for _, path, _ in hub.requests)
+
+
+def test_damaged_bytes_of_xet_storage_are_replaced_by_http(hub: LocalHub) -> None:
+    hub.xet = {UNET: "cd" * 32}
+    hub.xet_data = {UNET: bytes(len(FILES[UNET]))}
+    found = base()
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+    assert file_requests(hub) == [""]
+
+
+@pytest.mark.parametrize("path", ["/api/xet-token", "/v1/", "/xorb/"])
+def test_where_xet_storage_fails_its_files_come_by_http(hub: LocalHub, path: str) -> None:
+    hub.xet = {UNET: "ef" * 32}
+    hub.status[path] = (404, "")
+    found = base()
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+    assert file_requests(hub) == [""]
+
+
+def test_without_xet_its_files_come_by_http(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    hub.xet = {UNET: "ab" * 32}
+    assert base().whole
+    assert file_requests(hub) == [""]
+
+
+def test_a_disk_that_fills_up_keeps_what_arrived(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lora_trainer.run.bases.hub_requests._append", full)
+        assert codes_of() == ["disk_full"]
     assert base().whole
 
 

@@ -31,8 +31,8 @@ MODULES = {
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "webdataset", "http.server",
     "socketserver", "xmlrpc", "requests", "urllib.request", "huggingface_hub", "ftplib", "telnetlib", "xml",
 }  # fmt: skip
-# The only module that makes requests, and its part that reads only a header.
-ASK_THE_HUB = {f"lora_trainer/run/bases/{name}.py" for name in ("hub", "hub_header", "hub_refusals")}
+# The only module that makes requests, and the one that explains what a hub refuses.
+ASK_THE_HUB = {f"lora_trainer/run/bases/{name}.py" for name in ("hub_refusals", "hub_requests")}
 NEEDS = {  # by the name of a call: a required keyword and its value
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),

@@ -236,6 +236,11 @@ class RunSection(Section):
         "how long the end of a run waits for trackers to send what they have",
         needs={"run.trackers": ON},
     )
+    copy_to: Annotated[str, Field(min_length=1)] | None = setting(
+        None,
+        "changes nothing",
+        "copy the finished LoRA for another program: `comfyui`, `forge` (A1111 too), or a folder; never over another file",
+    )
     on_finish: str | None = setting(
         None,
         "changes nothing",

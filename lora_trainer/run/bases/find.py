@@ -12,7 +12,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from lora_trainer.core.imports import is_installed
 from lora_trainer.core.launch import is_main_process
 from lora_trainer.core.tensorfile import METADATA, is_gguf
 from lora_trainer.models.folder import EXPECTED, INDEX, MODULAR_INDEX, index_path, without_weights
+from lora_trainer.run.bases.catalog import catalog
 from lora_trainer.run.bases.names import FILES, absolute, as_hub_model, as_hub_part, local_path, page_of_the_web
 from lora_trainer.run.bases.parts import find_parts, refuse_missing
 
@@ -121,11 +122,35 @@ def find_base(
         return base
     from lora_trainer.models.single.lay_out import lay_out
 
-    with known_as(places), contextlib.nullcontext() if whole else without_weights():
+    with known_as(places), naming_parts_here(), contextlib.nullcontext() if whole else without_weights():
         folder = lay_out(checkpoint or base.folder, replaced.parts, kept=whole)
     if not whole:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return replace(base, folder=folder, places={**places, str(folder): model.path or base.named})
+
+
+@contextlib.contextmanager
+def naming_parts_here() -> Iterator[None]:
+    """Adds to the problem of a part that a checkpoint lacks where programs on this computer have such parts."""
+    try:
+        yield
+    except UsageError as error:
+        from lora_trainer.run.bases.programs import TEXT_ENCODERS, VAES, find_programs
+
+        wanted: dict[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {
+            "vae_missing": ("model.vae", VAES),
+            "model_is_quantized": ("model.text_encoders", TEXT_ENCODERS),
+        }
+        problems = []
+        for problem in error.problems:
+            fix = problem.fix
+            for program in find_programs() if problem.code in wanted else ():
+                setting, names = wanted[problem.code]
+                folders = program.model_folders(names[program.kind])
+                file = "/FILE" if setting == "model.vae" else ""
+                fix += "".join(f" {program.title} is here: --set {setting}={folder}{file}." for folder in folders)
+            problems.append(replace(problem, fix=fix))
+        raise UsageError(problems) from error
 
 
 def refuse_without_gguf(files: Iterable[Path]) -> None:
@@ -234,6 +259,11 @@ def _no_model(text: str, origin: str) -> Problem:
         )
     if path.suffix in FILES:
         return _no_file(text, path, origin)
+    if (listed := catalog().get(text.lower())) is not None:
+        message = f"There is no model at {text}; {text} is a name of `lora-trainer models`."
+        return Problem(
+            "model_missing", message, f"Write {origin} {listed.hub_id}, or a file: lora-trainer models get {text}"
+        )
     if len(parts) == 2 and parts[0] not in (".", "..", "~") and Path(parts[0]).is_dir():
         message = f"There is no model at {text}; the folder {parts[0]} exists, so this is not an id of a hub."
         return Problem("model_missing", message, f"Check {origin}.")

@@ -1,22 +1,18 @@
 """Models of a hub: found in the user's Hugging Face cache, else downloaded into it. No torch.
 
-A model that is complete in the cache is used without a request. All requests are in `_listing` (a repository's files at
-a commit), `_fetch` (one file) and `_header_alone` (a checkpoint's header). An interrupted download is resumed.
+A model that is complete in the cache is used without a request. All requests are in `hub_requests.py`, through the public
+functions of huggingface_hub.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.bounded import TextError, read_json_object
-from lora_trainer.core.digests import remembered_sha256
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
@@ -37,17 +33,20 @@ from lora_trainer.run.bases.hub_refusals import (
     no_such_file,
     not_here,
 )
+from lora_trainer.run.bases.hub_requests import (
+    COMMIT,
+    cached_repository,
+    fetch_file,
+    is_offline,
+    list_files,
+    range_reader,
+)
 
 if TYPE_CHECKING:
     from lora_trainer.run.bases.names import HubModel
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISION = re.compile(r"\w[\w./-]{0,200}", re.ASCII)
-ETAG = re.compile(r"[\w-]{1,128}", re.ASCII)
-SHA256 = re.compile(r"[0-9a-f]{64}")
 MOST_INDEX_BYTES = 1 << 20
-SAID_EVERY = 0.1  # of a file's bytes
-WAIT = 20.0  # seconds for an answer
 ROOM = 1.01  # of what is fetched: file systems need some for themselves
 
 Say = Callable[[str], None]
@@ -91,7 +90,7 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
         for whole in (True, False)[: 1 if weights else 2]:
             if not _lacking(found, model, weights=whole, without_t5=without_t5):
                 return replace(found, whole=whole)
-    if offline or _is_offline():
+    if offline or is_offline():
         if found is not None and _parts_here(found, model, weights=weights):
             return replace(found, whole=weights)
         lacks = () if found is None else _lacking(found, model, weights=weights, without_t5=without_t5)
@@ -100,6 +99,14 @@ def find_snapshot(model: HubModel, *, weights: bool, without_t5: bool, offline: 
         return known
     with explaining_refusals(model):
         return _fetched(model, weights=weights, without_t5=without_t5, say=say)
+
+
+def complete_in_cache(model: HubModel) -> Path | None:
+    """The model's folder, or file, in the cache if all of it is there; makes no request."""
+    found = cached(model)
+    if found is None or _lacking(found, model, weights=True, without_t5=False):
+        return None
+    return found.folder / (model.file or "")
 
 
 def cached(model: HubModel) -> Snapshot | None:
@@ -116,15 +123,7 @@ def cached(model: HubModel) -> Snapshot | None:
 
 
 def _storage(model: HubModel) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{model.name.replace('/', '--')}"
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
+    return cached_repository(model.name)
 
 
 def _lacking(found: Snapshot, model: HubModel, *, weights: bool, without_t5: bool) -> tuple[str, ...]:
@@ -155,7 +154,7 @@ def _index(folder: Path) -> dict[str, Any]:
 
 
 def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> Snapshot:
-    commit, sizes = _listing(model)
+    commit, sizes = list_files(model, say)
     folder = _storage(model) / "snapshots" / commit
     if model.file is not None:
         if model.file not in sizes:
@@ -163,7 +162,13 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
         if weights:
             _fetch_all(model, commit, [model.file], sizes, say)
         else:
-            folder = _header_alone(model, commit, sizes[model.file], say)
+            from lora_trainer.run.bases.hub_header import make_placeholder
+
+            # A file in the checkpoint's place that has its header alone.
+            size = sizes[model.file]
+            say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
+            read = range_reader(model, commit, model.file, size, say)
+            folder = make_placeholder(f"{model.name}/{model.file}", size, read) / model.name
     else:
         if model.parts:
             if not (parts := parts_in(sizes, model.parts)):
@@ -172,7 +177,7 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
         else:
             if (index := index_among(sizes)) not in sizes:
                 raise UsageError(no_pipeline(model, sizes))
-            _fetch(model, commit, index, _small(model, index, sizes), say)
+            fetch_file(model, commit, index, _small(model, index, sizes), say)
             chosen = choose_files(sizes, _index(folder), weights=weights, without_t5=without_t5)
         if chosen.lacking:
             raise UsageError(incomplete(model, chosen))
@@ -190,17 +195,7 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
     return found
 
 
-def _header_alone(model: HubModel, commit: str, size: int, say: Say) -> Path:
-    """A folder with a file in the checkpoint's place that has its header alone."""
-    from lora_trainer.run.bases.hub_header import make_placeholder, read_range
-
-    say(f"reading the header of {model} at {commit[:12]} from the hub: the file has {size_words(size)}")
-    about, headers = _asked_of(model, commit, str(model.file), size)
-    name = f"{model.name}/{model.file}"
-    return make_placeholder(name, size, lambda begin, end: read_range(about.location, headers, begin, end)) / model.name
-
-
-def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int], say: Say) -> None:
+def _fetch_all(model: HubModel, commit: str, names: Iterable[str], sizes: Mapping[str, int], say: Say) -> None:
     """Fetch what is not here yet. Raises UsageError before the first when the disk has no room for all of them."""
     folder = _storage(model) / "snapshots" / commit
     left = {name: sizes[name] for name in names if not (folder / name).exists()}
@@ -213,112 +208,7 @@ def _fetch_all(model: HubModel, commit: str, names: Any, sizes: Mapping[str, int
     if left:
         say(f"fetching {model} at {commit[:12]} from the hub: {size_words(needed)} in {counted(len(left), 'file')}")
     for name, size in left.items():
-        _fetch(model, commit, name, size, say)
-
-
-def _listing(model: HubModel) -> tuple[str, dict[str, int]]:
-    """The commit and each file's bytes: the first request."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        info = api.model_info(model.name, revision=model.revision, files_metadata=True, timeout=WAIT)
-        commit, files = info.sha, info.siblings or []
-        sizes = {str(file.rfilename): int(file.size or 0) for file in files}
-    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise UsageError(
-            Problem("hub_answer_invalid", f"The hub's answer about {model} cannot be read.", "Check HF_ENDPOINT.")
-        ) from error
-    if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or any(size < 0 for size in sizes.values()):
-        raise UsageError(
-            Problem("hub_answer_invalid", f"The hub's answer about {model} names no commit.", "Check HF_ENDPOINT.")
-        )
-    return commit, sizes
-
-
-def _fetch(model: HubModel, commit: str, name: str, size: int, say: Say) -> None:
-    """Download one file into the cache, resuming an interrupted download: one of the requests.
-
-    The hub's own library would restart the file; so the bytes are downloaded here, and it only moves the file.
-    """
-    from filelock import FileLock
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.file_download import http_get
-
-    about, headers = _asked_of(model, commit, name, size)
-    etag = str(about.etag)
-    blobs = _storage(model) / "blobs"
-    part = blobs / f"{etag}.part"
-    locks = blobs.parent.parent / ".locks" / blobs.parent.name  # where the hub's own library has its locks
-    reason = ""
-    try:
-        for folder in (blobs, locks):
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                reason = f"{folder.name} is read-only"
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-    if reason:
-        message = f"{model} must be downloaded, and the cache {blobs.parent.parent} cannot be written to ({reason})."
-        raise UsageError(Problem("cache_not_writable", message, "Set HF_HOME to a folder that can be written to."))
-    with FileLock(locks / f"{part.name}.lock"):
-        if not (blobs / etag).exists():
-            with open(part, "ab") as file:
-                if file.tell() > size:
-                    file.truncate(0)
-                bar = _spoken(name, size, say)
-                http_get(
-                    about.location, file, resume_size=file.tell(), headers=headers, expected_size=size, tqdm_class=bar
-                )
-            if SHA256.fullmatch(etag) and remembered_sha256(part) != etag:
-                part.unlink()
-                message = f"{name} of {model} came with other bytes than the hub says (its sha256 differs)."
-                raise UsageError(
-                    Problem("download_damaged", message, "Run the same command again: the file is fetched anew.")
-                )
-            os.replace(part, blobs / etag)
-    hf_hub_download(model.name, name, revision=commit, etag_timeout=WAIT)
-
-
-def _asked_of(model: HubModel, commit: str, name: str, size: int) -> tuple[Any, dict[str, str]]:
-    """Where a file of the listing lies, and how to ask for it. Raises UsageError where the hub says otherwise now."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils._headers import build_hf_headers
-
-    url = hf_hub_url(model.name, name, revision=commit)
-    about = get_hf_file_metadata(url, timeout=WAIT)
-    if not ETAG.fullmatch(about.etag or "") or about.commit_hash != commit or about.size != size:
-        message = f"The hub says of {model}, {name}: {about.size} bytes at {str(about.commit_hash)[:12]}, in place of {size} at {commit[:12]}."
-        raise UsageError(Problem("hub_changed", message, "Try again later; check HF_ENDPOINT."))
-    return about, build_hf_headers(token=None if urlsplit(about.location).netloc == urlsplit(url).netloc else False)
-
-
-def _spoken(name: str, size: int, say: Say) -> Any:
-    """A progress bar with tqdm's interface that prints a line for each tenth of a large file."""
-
-    class Spoken:
-        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
-            self.done = initial
-            self.said = initial / max(1, size)
-            if initial:
-                say(f"  {name}: resuming at {size_words(initial)} of {size_words(size)}")
-
-        def update(self, count: int) -> None:
-            self.done += count
-            if size > MOST_SMALL_BYTES and self.done >= (self.said + SAID_EVERY) * size:
-                self.said = self.done / size
-                say(f"  {name}: {size_words(self.done)} of {size_words(size)}")
-
-        def close(self) -> None:
-            return None
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            return None
-
-    return Spoken
+        fetch_file(model, commit, name, size, say)
 
 
 def _small(model: HubModel, name: str, sizes: Mapping[str, int]) -> int:

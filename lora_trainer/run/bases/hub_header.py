@@ -10,16 +10,14 @@ import atexit
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from lora_trainer.core.errors import Problem, UsageError, known_as
+from lora_trainer.core.errors import known_as
 from lora_trainer.core.tensorfile import LARGEST_HEADER, read_tensor_header
 from lora_trainer.models.single.recognize import values_read
 
-MOST_SKIPPED = 1 << 27  # bytes, of a server that begins each answer at the beginning of the file
 MOST_VALUES = 1 << 18  # bytes of a tensor, or of all layers' formats, that are read to tell variants apart
-WAIT = 20.0  # seconds for an answer
 
 ReadRange = Callable[[int, int], bytes]
 
@@ -47,31 +45,3 @@ def make_placeholder(name: str, size: int, read: ReadRange) -> Path:
                 file.seek(8 + length + begin)
                 file.write(read(8 + length + begin, 8 + length + end))
     return folder
-
-
-def read_range(url: str, headers: Mapping[str, str], begin: int, end: int) -> bytes:
-    """Bytes of a file on a server, also of one that does not know ranges: then what lies before is thrown away.
-
-    Raises UsageError for an answer that is too short, and where too much would be thrown away.
-    """
-    from huggingface_hub.utils._http import hf_raise_for_status, http_stream_backoff
-
-    asked = {**headers, "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-    found = bytearray()
-    with http_stream_backoff("GET", url, headers=asked, timeout=WAIT, max_retries=1) as answer:
-        hf_raise_for_status(answer)
-        ranged = answer.status_code == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {begin}-")
-        skipped = 0 if ranged else begin
-        if skipped > MOST_SKIPPED:
-            message = "The server of the hub sends files from their beginning only."
-            raise UsageError(
-                Problem("hub_without_ranges", message, "Fetch the file first, with `hf download` or by training.")
-            )
-        for chunk in answer.iter_raw():
-            found += chunk
-            if len(found) >= skipped + end - begin:  # the rest of the file stays there
-                break
-    if len(found) < skipped + end - begin:
-        message = f"The hub's answer ended after {len(found)} bytes, where {skipped + end - begin} were asked for."
-        raise UsageError(Problem("download_cut_off", message, "Run the same command again."))
-    return bytes(found[skipped : skipped + end - begin])

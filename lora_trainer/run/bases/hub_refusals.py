@@ -90,7 +90,7 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
     except errors.GatedRepoError as error:
         fix = f"Agree to its terms on {page}, then `hf auth login` or set HF_TOKEN."
         raise UsageError(
-            Problem("hub_gated", f"{model} is gated: the hub asks for a licence to be agreed to.", fix)
+            Problem("hub_gated", f"{model} is gated: the hub wants its license to be accepted first.", fix)
         ) from error
     except errors.RevisionNotFoundError as error:
         raise UsageError(
@@ -109,6 +109,10 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
             raise UsageError(
                 Problem("hub_refused", message, "Log in with `hf auth login`, or check HF_TOKEN.")
             ) from error
+        if code == 429:
+            message = f"The hub limits how often {model} may be asked for (error 429)."
+            fix = f"Try again in some minutes; `hf auth login` raises the limit. {TRY_AGAIN}"
+            raise UsageError(Problem("hub_limits_requests", message, fix)) from error
         raise UsageError(
             Problem("hub_error", f"The hub answers {model} with error {code}.", f"Try again later. {TRY_AGAIN}")
         ) from error
@@ -122,7 +126,11 @@ def explaining_refusals(model: HubModel) -> Iterator[None]:
             )
         ) from error
     except OSError as error:
-        reason = "the disk is full" if error.errno in FULL else first_line(error)
+        if error.errno in FULL:
+            message = f"{model} could not be fetched: the disk is full."
+            fix = f"Free some space, or set HF_HOME to a folder on another disk. {TRY_AGAIN}"
+            raise UsageError(Problem("disk_full", message, fix)) from error
+        reason = first_line(error)
         raise UsageError(Problem("download_failed", f"{model} could not be fetched: {reason}.", TRY_AGAIN)) from error
     except (errors.HFValidationError, errors.FileMetadataError, ValueError) as error:
         raise UsageError(

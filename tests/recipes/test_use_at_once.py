@@ -1,0 +1,147 @@
+"""`--copy-to`, the ComfyUI workflow and the text for A1111, through the real command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.core.families import families
+from lora_trainer.report.comfyui import workflow_of
+from lora_trainer.run.other_programs import copy_beside, file_of_model
+from tests.recipes.recipe import Bench, record
+
+
+@pytest.fixture
+def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ComfyUI in a home folder that has nothing else."""
+    home = tmp_path / "home"
+    (home / "ComfyUI/models/loras").mkdir(parents=True)
+    (home / "ComfyUI/models/checkpoints").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.delenv("FORGE_PATH", raising=False)
+    return home / "ComfyUI"
+
+
+def linked_nodes(workflow: dict[str, Any]) -> set[str]:
+    """The nodes from which the image is drawn, followed from `SaveImage` back."""
+    (end,) = (key for key, node in workflow.items() if node["class_type"] == "SaveImage")
+    found, todo = set[str](), [end]
+    while todo:
+        key = todo.pop()
+        found.add(key)
+        inputs = workflow[key]["inputs"].values()
+        todo += [value[0] for value in inputs if isinstance(value, list) and value[0] not in found]
+    return found
+
+
+def inputs_of(workflow: dict[str, Any], class_type: str) -> dict[str, Any]:
+    (node,) = (node for node in workflow.values() if node["class_type"] == class_type)
+    return dict(node["inputs"])
+
+
+def test_a_run_leaves_its_lora_in_comfyui_with_a_workflow(bench: Bench, comfyui: Path) -> None:
+    other = comfyui / "models/loras/cat.safetensors"
+    other.write_bytes(b"of somebody else")
+    settings = {
+        "gates__lora_check": "lite",
+        "sample__negative_prompt": "blurry",
+        "sample__guidance_scale": 5,
+        "data__resolution": 64,
+    }
+    assert bench.run("cat", "--copy-to", "comfyui", **settings) == 0
+    folder = bench.folder("cat")
+    found = record(folder)
+    assert other.read_bytes() == b"of somebody else"
+    copy = comfyui / "models/loras/cat-2.safetensors"
+    assert found["copied_to"] == str(copy)
+    assert copy.read_bytes() == (folder / "cat.safetensors").read_bytes()
+    drawn = json.loads((folder / "samples/before_after.json").read_text("utf-8"))
+    workflow = json.loads((folder / found["files"]["comfyui"]).read_text("utf-8"))
+    assert linked_nodes(workflow) == set(workflow)
+    assert inputs_of(workflow, "CheckpointLoaderSimple")["ckpt_name"] == "model.safetensors"
+    assert inputs_of(workflow, "LoraLoader")["lora_name"] == "cat-2.safetensors"
+    sampler = inputs_of(workflow, "KSampler")
+    assert (sampler["seed"], sampler["steps"], sampler["cfg"]) == (drawn["images"][0]["seed"], drawn["steps"], 5)
+    texts = {node["inputs"]["text"] for node in workflow.values() if node["class_type"] == "CLIPTextEncode"}
+    assert texts == {drawn["images"][0]["prompt"], "blurry"}
+    prompt, negative, numbers = (folder / found["files"]["a1111"]).read_text("utf-8").splitlines()
+    assert prompt == f"{drawn['images'][0]['prompt']} <lora:cat-2:1>"
+    assert negative == "Negative prompt: blurry"
+    assert f"Steps: {drawn['steps']}" in numbers
+    assert ", Model: model, " in numbers  # no folder
+    page = (folder / "report.html").read_text("utf-8")
+    assert "&lt;lora:cat-2:1&gt;" in page
+    assert str(copy) in page
+    # Again for the finished run: the same bytes are there already.
+    assert bench.run("cat", "--copy-to", "comfyui", "--resume", **settings) == 0
+    assert len(list((comfyui / "models/loras").iterdir())) == 2
+
+
+def test_a_refused_lora_is_not_copied(bench: Bench, comfyui: Path) -> None:
+    code = bench.run("cat", "--copy-to", "comfyui", command="produce", gates__lora=1, optimizer__learning_rate=1e-9)
+    assert code == 4
+    assert record(bench.folder("cat"))["copied_to"] is None
+    assert list((comfyui / "models/loras").iterdir()) == []
+
+
+def test_a_program_that_is_not_there_is_refused_before_training(bench: Bench, comfyui: Path, capsys: Any) -> None:
+    for target in ("forge", str(comfyui / "nowhere")):
+        assert bench.run("cat", "--copy-to", target) == 2
+        assert "run.copy_to" in capsys.readouterr().err
+    assert not bench.folder("cat").exists()
+
+
+def test_a_copy_that_fails_does_not_fail_the_run(bench: Bench, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lora_trainer.run.other_programs.copy_beside", full)
+    assert bench.run("cat", "--copy-to", str(comfyui)) == 0
+    assert record(bench.folder("cat"))["copied_to"] is None
+
+
+def test_copies_are_numbered_and_never_twice(tmp_path: Path) -> None:
+    lora, target = tmp_path / "cat.safetensors", tmp_path / "loras"
+    names = []
+    for data in (b"one", b"two", b"one", b"three", b"two"):
+        lora.write_bytes(data)
+        names.append(copy_beside(lora, target).name)
+    assert names == [f"cat{end}.safetensors" for end in ("", "-2", "", "-3", "-2")]
+    (target / "cat-4.safetensors").symlink_to(tmp_path / "lost")
+    lora.write_bytes(b"four")
+    assert copy_beside(lora, target).name == "cat-5.safetensors"
+
+
+@pytest.mark.parametrize("family", [name for name, document in families().items() if "comfyui" in document])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_the_workflow_of_each_family_is_whole(family: str, prediction: str) -> None:
+    recipe = {
+        "family": family,
+        "strengths": [0.0, 0.8],
+        "images": [{"prompt": "a cat", "seed": 7}],
+        "negative": None,
+        "steps": 20,
+        "guidance": 3.5,
+        "size": [512, 768],
+        "scheduler": "FlowMatchEulerDiscreteScheduler",
+        "scheduler_config": {"shift": 3.0, "prediction_type": prediction},
+        "text": {"clip_skip": 2},
+    }
+    workflow = workflow_of(recipe, "cat.safetensors", "base.safetensors")
+    assert workflow is not None
+    assert linked_nodes(workflow) == set(workflow)
+    assert inputs_of(workflow, "LoraLoader")["strength_model"] == 0.8
+    latent = inputs_of(workflow, families()[family]["comfyui"]["latent"])
+    assert (latent["width"], latent["height"]) == (512, 768)
+    assert workflow_of({**recipe, "family": "other"}, "cat.safetensors", "base.safetensors") is None
+
+
+def test_the_file_of_a_model() -> None:
+    assert file_of_model("stabilityai/stable-diffusion-xl-base-1.0") == "sd_xl_base_1.0.safetensors"
+    assert file_of_model("/models/my_sd.safetensors") == "my_sd.safetensors"
+    assert file_of_model("C:\\models\\my-sd") == "my-sd.safetensors"
