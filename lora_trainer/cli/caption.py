@@ -72,7 +72,10 @@ def caption_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if problems:
         raise UsageError(problems)
     if arguments.list:
-        _print_known()
+        width = max(map(len, KNOWN_CAPTIONERS))
+        for name, each in KNOWN_CAPTIONERS.items():
+            print(f"{name:{width}}  {each.gigabytes:4.1f} GB  {each.writes:8}  {each.repository}, {each.license}")
+        print("Any other is named by its folder. Sizes are about those of the download.")
         return DONE
     from lora_trainer.models.captioner import CaptionOptions, check_options
     from lora_trainer.models.tagger import import_onnxruntime
@@ -158,14 +161,6 @@ def _wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:
         message = f"--threshold {arguments.threshold:g} is out of range."
         problems.append(Problem("threshold_out_of_range", message, "It lies between 0 and 1."))
     return problems
-
-
-def _print_known() -> None:
-    """The table of captioners, one a line."""
-    width = max(map(len, KNOWN_CAPTIONERS))
-    for name, each in KNOWN_CAPTIONERS.items():
-        print(f"{name:{width}}  {each.gigabytes:4.1f} GB  {each.writes:8}  {each.repository}, {each.license}")
-    print("Any other is named by its folder. Sizes are those of the download.")
 
 
 def _agrees(beforehand: bool, about: str) -> bool:

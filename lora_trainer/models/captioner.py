@@ -7,7 +7,7 @@ the model's chat template (Qwen2.5-VL, Qwen3-VL, JoyCaption and others of the LL
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,22 +148,13 @@ def _load_writer(
         others = (options.candidates or 1) - 1
         if others:
             for own, image in zip(found, images, strict=True):
-                own += _sampled(write, image, others, device)
+                # Random numbers begin anew for each image: what is written does not depend on where an earlier run stopped.
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    torch.manual_seed(SEED)
+                    own += write([image], num_return_sequences=others, **SAMPLING)
         return [[each for each in dict.fromkeys(own) if each] for own in found]
 
     return describe
-
-
-def _sampled(write: Callable[..., list[str]], image: Image.Image, count: int, device: torch.device) -> list[str]:
-    """So many random captions of one image.
-
-    Random numbers begin anew for each image: what is written does not depend on where an earlier run was stopped.
-    """
-    import torch
-
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(SEED)
-        return write([image], num_return_sequences=count, **SAMPLING)
 
 
 def _load_reader(folder: Path, model_type: str) -> tuple[Any, Any]:
