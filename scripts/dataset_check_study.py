@@ -17,7 +17,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from lora_trainer.evaluation.verdict import Estimate
 SIDE = 768  # pixels of an image's longer side before the fault
 COUNT = 40
 PLANTED = {"1 of 40": 1, "20 %": 8, "100 %": 40}
-Plant = Callable[[Image.Image, Sequence[Image.Image], random.Random], Image.Image]
+Plant = Callable[[Image.Image, Sequence[Image.Image], random.Random], Image.Image]  # of an image; three others
 # Of whole images: what they are in, and not whether they are good.
 NO_FAULTS = {"upscaled", "too_small", "cropped", "transparent", "mirrored", "series", "wrong_ending", "animated"}
 
@@ -47,7 +46,6 @@ class Fault:
     plant: Plant
     codes: tuple[str, ...] = ()
     is_copy: bool = False
-    side: int = SIDE
     quality: int = 95  # of the JPEG that is written; 0 for PNG
 
 
@@ -153,7 +151,7 @@ def framed(image: Image.Image, others: Sequence[Image.Image], rng: random.Random
 
 def beside_others(columns: int, rows: int, gap: int) -> Plant:
     def plant(image: Image.Image, others: Sequence[Image.Image], rng: random.Random) -> Image.Image:
-        parts = [image, *rng.sample(list(others), columns * rows - 1)]
+        parts = [image, *others[: columns * rows - 1]]
         size = (image.width - gap * (columns - 1)) // columns, (image.height - gap * (rows - 1)) // rows
         whole = Image.new("RGB", image.size, "white")
         for number, part in enumerate(parts):
@@ -183,7 +181,9 @@ FAULTS: Mapping[str, Fault] = {
     "moved by 30 pixels, any direction": Fault(moved, ("motion_blur", "blurred")),
     "Gaussian of 3 pixels": Fault(simple(lambda image: image.filter(ImageFilter.GaussianBlur(3))), ("blurred",)),
     "Gaussian of 3 pixels under noise of 8": Fault(simple(grainy), ("blurred",)),
-    "JPEG 10 of 1,024 × 1,024": Fault(simple(lambda image: ImageOps.fit(image, (1024, 1024))), ("over_compressed",), side=1024, quality=10),
+    "JPEG 10 of 1,024 × 1,024": Fault(
+        simple(lambda image: ImageOps.fit(image, (1024, 1024))), ("over_compressed",), quality=10
+    ),
     "a date in the corner": Fault(dated, ("text",)),
     "a word across the middle": Fault(marked, ("text",)),
     "screenshot of a phone": Fault(screenshot, ("screenshot",), quality=0),
@@ -201,17 +201,11 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS and path.is_file())
 
 
-def smaller(path: Path, side: int) -> Image.Image:
-    image = load_rgb(path)
-    return image if max(image.size) <= side else ImageOps.contain(image, (side, side), Image.Resampling.LANCZOS)
-
-
 def write(image: Image.Image, place: Path, quality: int) -> None:
     if quality:
         image.save(place.with_suffix(".jpg"), quality=quality)
     else:
         image.save(place.with_suffix(".png"), compress_level=1)
-    place.with_suffix(".txt").write_text(f"a thing, number {place.stem}", encoding="utf-8")
 
 
 def check_untouched(folder: Path, work: Path) -> tuple[DataReport, float]:
@@ -244,33 +238,43 @@ def share(found: int, of: int) -> str:
 
 
 class Study:
-    """The images of one set, small, and the trials with them."""
+    """The images of one set, made smaller once, and the trials with them."""
 
     def __init__(self, folder: Path, work: Path) -> None:
-        self._work = work
         self._files = files_of(folder)
-        self._name = folder.name
+        self._kept = work / folder.name
+        self._place = work / "trial"
 
-    def trial(self, fault: Fault, count: int, rng: random.Random) -> tuple[int, DataReport]:
-        """(in how many of `count` images the fault was found, the report) of 40 images of the set, or of all where it has fewer."""
-        place = self._work / "trial"
-        place.mkdir()
-        chosen = rng.sample(self._files, min(COUNT, len(self._files)))
-        images = [smaller(path, fault.side) for path in chosen]
-        if fault.is_copy:  # an image goes, and a copy of another one takes its place
-            count = min(count, len(images) // 2)
-        planted = []
-        for number, image in enumerate(images):
+    def smaller(self, path: Path) -> Path:
+        """The image with at most SIDE pixels on its longer side, as JPEG 95."""
+        kept = self._kept / f"{path.parent.name}_{path.stem}.jpg"
+        if not kept.is_file():
+            kept.parent.mkdir(exist_ok=True)
+            image = load_rgb(path)
+            if max(image.size) > SIDE:
+                image = ImageOps.contain(image, (SIDE, SIDE), Image.Resampling.LANCZOS)
+            image.save(kept, quality=95)
+        return kept
+
+    def trial(self, fault: Fault, count: int, rng: random.Random) -> tuple[int, int, DataReport]:
+        """In how many images the fault was found, of how many, and the report on 40 images of the set, or on all if fewer."""
+        self._place.mkdir()
+        chosen = [self.smaller(path) for path in rng.sample(self._files, min(COUNT, len(self._files)))]
+        # A copy takes the place of another image of the set.
+        count = min(count, len(chosen) // 2 if fault.is_copy else len(chosen))
+        for number, path in enumerate(chosen):
+            place = self._place / f"{number:02}"
             if number < count:
-                source = images[-1 - number] if fault.is_copy else image
-                others = [each for each in images if each is not source]
-                write(fault.plant(source, others, rng), place / f"{number:02}", fault.quality)
-                planted.append(number)
+                source = chosen[-1 - number] if fault.is_copy else path
+                others = [load_rgb(each) for each in rng.sample(chosen, 3)]
+                write(fault.plant(load_rgb(source), others, rng), place, fault.quality)
             else:
-                write(image, place / f"{number:02}", 95)
-        report = evaluate(place)
-        shutil.rmtree(place)
-        return sum(is_found(report, fault, number, len(images) - 1 - number) for number in planted), report
+                os.link(path, place.with_suffix(".jpg"))
+            place.with_suffix(".txt").write_text(f"a thing, number {number}", encoding="utf-8")
+        report = evaluate(self._place)
+        shutil.rmtree(self._place)
+        found = sum(is_found(report, fault, number, len(chosen) - 1 - number) for number in range(count))
+        return found, count, report
 
 
 def is_found(report: DataReport, fault: Fault, number: int, original: int) -> bool:
@@ -285,31 +289,33 @@ def is_found(report: DataReport, fault: Fault, number: int, original: int) -> bo
     )
 
 
-def print_table(folders: Sequence[Path], names: Sequence[str], trials: int, work: Path) -> None:
+def print_table(studies: Sequence[Study], names: Sequence[str], trials: int) -> None:
     print(f"\n| fault | {' | '.join(PLANTED)} | score of 100 % |\n|---|{'---|' * (len(PLANTED) + 1)}")
     for name in names:
         cells, scores = [], []
         for label, count in PLANTED.items():
             rng = random.Random(f"{name} {label}")
-            found: dict[str, int] = defaultdict(int)
-            for number in range(max(1, trials // count)):
-                study = Study(folders[number % len(folders)], work)
-                hits, report = study.trial(FAULTS[name], count, rng)
-                found["hits"] += hits
-                found["of"] += min(count, report.counted // 2) if FAULTS[name].is_copy else min(count, report.counted)
-                scores += [report.score] if label == "100 %" else []
-            cells.append(share(found["hits"], found["of"]))
+            rounds = [
+                studies[number % len(studies)].trial(FAULTS[name], count, rng)
+                for number in range(max(len(studies), trials // count))
+            ]
+            cells.append(share(sum(found for found, _, _ in rounds), sum(of for _, of, _ in rounds)))
+            scores = [report.score for *_, report in rounds]
         print(f"| {name} | {' | '.join(cells)} | {np.mean(scores):.3f} |", flush=True)
 
 
-def print_twice(folders: Sequence[Path], work: Path) -> None:
-    """20 images, and each of them a second time: as the same file, and saved again."""
-    for name, quality in (("the same file", 95), ("saved again as JPEG 80", 80)):
-        place = work / "twice"
+def print_twice(study: Study, files: Sequence[Path], place: Path) -> None:
+    """Images, and each of them a second time: as the same file, and saved again."""
+    for name, quality in (("the same file", 0), ("saved again as JPEG 80", 80)):
         place.mkdir()
-        for number, path in enumerate(files_of(folders[0])[: COUNT // 2]):
-            write(smaller(path, SIDE), place / f"{number:02}", 95)
-            write(smaller(path, SIDE), place / f"{number:02}b", quality)
+        for number, path in enumerate(files):
+            for copy in ("", "b"):
+                target = place / f"{number:02}{copy}.jpg"
+                if copy and quality:
+                    load_rgb(study.smaller(path)).save(target, quality=quality)
+                else:
+                    shutil.copy(study.smaller(path), target)
+                target.with_suffix(".txt").write_text(f"a thing, number {target.stem}", encoding="utf-8")
         report = evaluate(place)
         print(f"every image twice, {name}: score {report.score:.3f}, {'passed' if report.passed else 'refused'}")
         shutil.rmtree(place)
@@ -327,8 +333,9 @@ def main() -> None:
         for folder in arguments.folders:
             print_untouched(folder, *check_untouched(folder, Path(work)))
         if names:
-            print_table(arguments.folders, names, arguments.trials, Path(work))
-            print_twice(arguments.folders, Path(work))
+            studies = [Study(folder, Path(work)) for folder in arguments.folders]
+            print_table(studies, names, arguments.trials)
+            print_twice(studies[0], files_of(arguments.folders[0])[: COUNT // 2], Path(work) / "twice")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from lora_trainer.data.images.measures import CELLS_SIDE, cosines
 
 Values = NDArray[np.float64]
-WINDOWS = ((1.0, (0.5,)), (0.92, (0.0, 0.5, 1.0)), (0.85, (0.0, 0.5, 1.0)), (0.78, (0.5,)))  # side; where in what is left over
+# Side, and where it lies in what is left over.
+WINDOWS = ((1.0, (0.5,)), (0.92, (0.0, 0.5, 1.0)), (0.85, (0.0, 0.5, 1.0)), (0.78, (0.5,)))
 WINDOW_BITS = 12  # of 64, between an image and a window of another; copies cut to 85 % anywhere had 12 at most
 MOST_LAID, MOST_AWAY = 4, 5000  # others that an image is laid on; places in order between two that are compared
 STEPS, SETTLED = 12, 0.01  # of an alignment; cells
@@ -26,7 +27,8 @@ TINT = 9.0  # levels between the mean colors, without their brightness, of an im
 DETAIL, DETAIL_STEP = 0.5, 2.5  # share of an image's 64 parts whose details vary by so many levels
 LEAST_DETAIL_AGREEMENT = 0.9  # correlation; of copies 0.95, of other photographs of the same subject 0.89
 MARGIN = 6  # cells at an image's sides where its details are not those of the other
-SCALES, TURN, SKEW = (0.65, 1.1), 0.14, 0.15  # of an alignment that is a cut or a turn; radians; between width and height
+SCALES = (0.65, 0.96)  # of a part in the whole; the next frame of a shot has 1
+TURN, SKEW = 0.14, 0.15  # radians; between width and height
 
 
 def find_cut(cells: Sequence[bytes], tints: Values, leaders: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -292,7 +292,9 @@ def check_sharpness(context: CheckContext, sample: Sample, fit: ResizeCrop, seen
         message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
         yield finding_of(sample, "blurred", "warning", message, fix)
     elif smear > max(BLUR_EDGE, MOTION * edge):
-        message = f"is blurred by motion: along one direction its sharpest edges are {smear:.1f} pixels wide at {fit.bucket}."
+        message = (
+            f"is blurred by motion: along one direction its sharpest edges are {smear:.1f} pixels wide at {fit.bucket}."
+        )
         yield finding_of(sample, "motion_blur", "warning", message, fix)
 
 

@@ -25,8 +25,12 @@ SPIKE = 3.0  # times the step beside it is a step from one enlarged pixel to the
 PIXELATED = 0.5  # of all steps in an image of enlarged pixels
 FEWEST_SPIKES, FEWEST_COLORS = 8, 64  # fewer colors are pixel art
 GRIDS = ((64, 0), (64, 32), (85, 0))  # distance and first of the levels that 2 bits leave
-ON_GRID, FEWEST_LEVELS = 0.8, 8  # share of the pixels in flat places; levels of all three channels
-GRID_PART, GRID_REACH, GRID_USED = 128, 6, 0.02  # side of a part; levels from the grid; share of the pixels at a level that is used
+ON_GRID, FEWEST_LEVELS = 0.85, 5  # share of the pixels in flat places; levels of all three channels
+GRID_PART, GRID_REACH, GRID_USED = (
+    128,
+    6,
+    0.02,
+)  # side of a part; levels from the grid; share of the pixels at a level that is used
 FLAT_STEP = 8  # levels between neighbors in a flat place
 TALL = 1.6  # height over width of a phone's screen
 BAR, BAR_STEP = 0.05, 40  # share of the height; levels between a bar and its signs
@@ -110,8 +114,7 @@ def has_few_levels(flat: Image.Image) -> bool:
     for down in (0.5, 0.2, 0.8):
         for along in (0.5, 0.2, 0.8):
             left, top = (
-                max(0, int(share * side) - GRID_PART // 2)
-                for share, side in zip((along, down), flat.size, strict=True)
+                max(0, int(share * side) - GRID_PART // 2) for share, side in zip((along, down), flat.size, strict=True)
             )
             box = left, top, min(flat.width, left + GRID_PART), min(flat.height, top + GRID_PART)
             found.append(_flat_pixels(np.asarray(flat.crop(box), dtype=np.int16)))

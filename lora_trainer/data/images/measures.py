@@ -93,7 +93,9 @@ class Seen:
     quality: int = 100  # JPEG quality of its tables, 1 to 100; 100 for other formats
     blocks: float = 0.0  # gray levels that the mean step on a grid of 8 pixels exceeds that beside it
     borders: Borders = Borders()
-    collage: Panels = ""  # several images, divided by gutters or crossing seams; or by a single seam, which may be a wall's edge
+    collage: Panels = (
+        ""  # several images, divided by gutters or crossing seams; or by a single seam, which may be a wall's edge
+    )
     hash: int = 0  # 64 bits of the low frequencies (pHash) of what is inside of its borders
     mirror_hash: int = 0  # the same of its mirror image
     thumb: bytes = b""  # 8×8 RGB of what is inside of its borders
