@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
@@ -28,8 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gate_examples import boxed, evaluate
 from lora_trainer.data.images.images import IMAGE_ENDINGS, load_rgb
-from lora_trainer.dataset_check import DataReport
 from lora_trainer.evaluation.verdict import Estimate
+
+if TYPE_CHECKING:
+    from lora_trainer.dataset_check import DataReport
 
 SIDE = 768  # pixels of an image's longer side before the fault
 COUNT = 40

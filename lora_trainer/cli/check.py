@@ -18,7 +18,7 @@ from lora_trainer.core.io import json_document
 from lora_trainer.data.sources.places import named_places
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 from lora_trainer.monitor.console import Console
-from lora_trainer.run.caption_agreement import measure_agreement
+from lora_trainer.run.caption_agreement import CaptionExaminer
 from lora_trainer.run.inputs import (
     arithmetic,
     data_in_use,
@@ -57,15 +57,10 @@ def check_command(
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
     agreement = CaptionAgreement(reason="--quick opens no image") if config.model.path else NOT_COMPARED
-
-    def examine(report: DataReport) -> list[Finding]:
-        nonlocal agreement
-        if config.model.path and decode:
-            agreement = measure_agreement(config, report.samples)
-        return agreement.findings
-
-    manifest, report = read_data(config, facts, decode=decode, examine=examine)
-    report = replace(report, agreement=agreement)
+    examiner = CaptionExaminer(config, agreement)
+    compares = bool(config.model.path) and decode
+    manifest, report = read_data(config, facts, decode=decode, examine=examiner if compares else lambda report: ())
+    report = replace(report, agreement=examiner.agreement)
     train, validation = validation_split(config, facts, report)
     steps = arithmetic(
         config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1

@@ -101,7 +101,7 @@ def _details(cells: Values) -> Values:
     """What differs from the mean of the 9 × 9 cells around."""
     smooth = _smoothed(cells)
     sums = np.pad(np.pad(smooth, 4, mode="edge").cumsum(axis=0).cumsum(axis=1), ((1, 0), (1, 0)))
-    return smooth - (sums[9:, 9:] - sums[:-9, 9:] - sums[9:, :-9] + sums[:-9, :-9]) / 81.0
+    return np.asarray(smooth - (sums[9:, 9:] - sums[:-9, 9:] - sums[9:, :-9] + sums[:-9, :-9]) / 81.0)
 
 
 def _richness(details: Values) -> Values:

@@ -31,7 +31,7 @@ NOISE_SEEN = 8.0  # gray levels at the size that is trained
 PIXELS_SEEN = 1.3  # pixels of the bucket that an enlarged pixel takes
 DIM_PEAK = 40  # of 255; night photographs have brighter places
 BURNT_AREA, BURNT_COLORS = 0.3, 0.03  # share of the image that is white; of the rest that has a channel at its end
-LEAST_QUALITY = 30  # of JPEG, 1 to 100
+LEAST_QUALITY, LEAST_REDUCED = 30, 20  # of JPEG, 1 to 100; the same where it is reduced to between half and a quarter
 BLOCK_STEPS = 2.0  # gray levels by which the mean step on JPEG's grid is larger than beside it
 BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
 BORDER_AREA = 0.03  # share of the image
@@ -326,10 +326,9 @@ def check_pixels(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: S
 def check_compression(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
     """JPEG's blocks, where so little is reduced that they are learned."""
     scale = fit.scale_from(sample.width, sample.height)
-    # Reduced to half its size, an image loses what half of the quality spoils.
-    least = LEAST_QUALITY if scale > BLOCK_SCALE else LEAST_QUALITY / 2 if scale > BLOCK_SCALE / 2 else 0
+    least = LEAST_QUALITY if scale > BLOCK_SCALE else LEAST_REDUCED
     message = ""
-    if seen.quality < least:
+    if seen.quality < least and scale > BLOCK_SCALE / 2:
         message = f"is compressed too far (JPEG quality {seen.quality})."
     elif seen.blocks > BLOCK_STEPS and scale > BLOCK_SCALE:
         message = (

@@ -72,7 +72,7 @@ def edge_signs(cells: bytes) -> NDArray[np.int8]:
     """1 where gray rises from a cell to its right and its lower neighbor [2, 64, 64], -1 where it falls, 0 where neither."""
     gray = np.frombuffer(cells, dtype=np.uint8).reshape(CELLS_SIDE, CELLS_SIDE).astype(np.int16)
     steps = np.stack([np.diff(gray, axis=1, append=gray[:, -1:]), np.diff(gray, axis=0, append=gray[-1:])])
-    return (np.sign(steps) * (np.abs(steps) > EDGE_STEP)).astype(np.int8)
+    return np.asarray(np.sign(steps) * (np.abs(steps) > EDGE_STEP), dtype=np.int8)
 
 
 def _largest(cells: NDArray[np.bool_]) -> NDArray[np.bool_]:

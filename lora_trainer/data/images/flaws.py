@@ -105,7 +105,7 @@ def _spike_distance(gray: Gray) -> float:
     count = int(spikes.sum())
     if count < FEWEST_SPIKES or steps[1:-1][spikes].sum() < PIXELATED * max(1.0, steps.sum()):
         return 0.0
-    return gray.shape[1] / count
+    return float(gray.shape[1] / count)
 
 
 def has_few_levels(flat: Image.Image) -> bool:
@@ -149,7 +149,7 @@ def has_status_bar(flat: Image.Image) -> bool:
     if flat.height < TALL * flat.width or flat.width < 8 * PART:
         return False
     band = np.asarray(flat.crop((0, 0, flat.width, int(BAR * flat.height))).convert("L"), dtype=np.int16)
-    signs = np.abs(band - np.median(band[:2])) > BAR_STEP
+    signs = np.asarray(np.abs(band - int(np.median(band[:2]))) > BAR_STEP)
     rows = np.flatnonzero(signs.any(axis=1))
     if not len(rows) or rows[0] < 2:
         return False

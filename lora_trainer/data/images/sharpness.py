@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LINES = 48  # rows and columns that edges are measured along
 FEWEST_EDGES = 24  # fewer say nothing about the whole image
