@@ -187,8 +187,8 @@ FAULTS: Mapping[str, Fault] = {
     "JPEG 10 of 1,024 × 1,024": Fault(
         simple(lambda image: ImageOps.fit(image, (1024, 1024))), ("over_compressed",), quality=10
     ),
-    "a date in the corner": Fault(dated, ("text",)),
-    "a word across the middle": Fault(marked, ("text",)),
+    "a date in the corner": Fault(dated, ("text_on_image",)),
+    "a word across the middle": Fault(marked, ("text_on_image",)),
     "screenshot of a phone": Fault(screenshot, ("screenshot",), quality=0),
     "copy cut to 85 %": Fault(cut, ("near_duplicate",), is_copy=True),
     "copy turned by 3°": Fault(turned, ("near_duplicate",), is_copy=True),

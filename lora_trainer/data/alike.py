@@ -70,7 +70,9 @@ def find_alike(seen: Sequence[Seen]) -> Alike:
     leaders = _connected(hashes, thumbs)
     colors = thumbs.reshape(len(usable), -1, 3).mean(axis=1)
     cut = find_cut([seen[place].cells for place in usable], colors - colors.mean(axis=1, keepdims=True), leaders)
-    leaders = _joined(leaders, cut)
+    for one, other in cut:
+        ends = leaders[[one, other]]
+        leaders[leaders == ends.max()] = ends.min()
     flipped = _flipped(hashes, mirrors, thumbs, leaders)
     groups = _groups(leaders)
     linked: dict[int, list[int]] = {}
@@ -114,15 +116,6 @@ def _connected(hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> Places:
     while (leaders != leaders[leaders]).any():
         leaders = leaders[leaders]
     return leaders
-
-
-def _joined(leaders: Places, pairs: Sequence[tuple[int, int]]) -> Places:
-    """The leaders where the images of each pair are connected, too."""
-    joined = leaders.copy()
-    for one, other in pairs:
-        ends = joined[[one, other]]
-        joined[joined == ends.max()] = ends.min()
-    return joined
 
 
 def _flipped(

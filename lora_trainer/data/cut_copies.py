@@ -45,7 +45,8 @@ def find_cut(cells: Sequence[bytes], tints: Values, leaders: NDArray[np.int64]) 
     if len(usable) < 2:
         return []
     details = np.stack([_details(each.astype(np.float64)) for each in gray])
-    rich = _richness(details) >= DETAIL
+    parts = details.reshape(-1, 8, CELLS_SIDE // 8, 8, CELLS_SIDE // 8).std(axis=(2, 4))
+    rich = (parts > DETAIL_STEP).mean(axis=(1, 2)) >= DETAIL
     usable, gray, details = usable[rich], gray[rich], details[rich]
     tints = tints[usable]
     hashes, windows = _window_hashes(gray)
@@ -102,12 +103,6 @@ def _details(cells: Values) -> Values:
     smooth = _smoothed(cells)
     sums = np.pad(np.pad(smooth, 4, mode="edge").cumsum(axis=0).cumsum(axis=1), ((1, 0), (1, 0)))
     return np.asarray(smooth - (sums[9:, 9:] - sums[:-9, 9:] - sums[9:, :-9] + sums[:-9, :-9]) / 81.0)
-
-
-def _richness(details: Values) -> Values:
-    """Share [N] of the 8 × 8 parts of each image in which details vary."""
-    parts = details.reshape(len(details), 8, CELLS_SIDE // 8, 8, CELLS_SIDE // 8)
-    return np.asarray((parts.std(axis=(2, 4)) > DETAIL_STEP).mean(axis=(1, 2)))
 
 
 @functools.cache

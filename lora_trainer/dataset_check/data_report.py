@@ -115,6 +115,7 @@ class DataReport:
                 ("are ", "is "),
                 ("list ", "lists "),
                 ("look ", "looks "),
+                ("show ", "shows "),
                 ("begin ", "begins "),
                 ("name ", "names "),
             ):
@@ -238,6 +239,7 @@ MANY = {
     "mirrored": "are mirror images of others",
     "series": "begin a series of images that hardly change",
     "collage": "are several images side by side, or may be",
+    "text_on_image": "show text",
     "screenshot": "are screenshots of a phone",
     "uniform": "are nearly one color",
     "transparent": "are transparent in part, or translucent",

@@ -46,7 +46,10 @@ def _overlays(context: CheckContext) -> list[Finding]:
     if len(maps) < FEWEST_OVERLAID:
         return []
     chosen = list(maps.values())[:: -(-len(maps) // MOST_OVERLAID)]
-    signs = np.stack([edge_signs(each) for each in chosen])
+    gray = np.frombuffer(b"".join(chosen), dtype=np.uint8).reshape(-1, CELLS_SIDE, CELLS_SIDE).astype(np.int16)
+    steps = [np.diff(gray, axis=2, append=gray[:, :, -1:]), np.diff(gray, axis=1, append=gray[:, -1:])]
+    # 1 where gray rises from a cell to its right and its lower neighbor [N, 2, 64, 64], -1 where it falls.
+    signs = np.stack([np.sign(each) * (np.abs(each) > EDGE_STEP) for each in steps], axis=1).astype(np.int8)
     means = signs.mean(axis=0, dtype=np.float32)
     region = _largest(np.asarray((np.abs(means) >= OVERLAY_SHARE).any(axis=0)))
     if region.sum() < OVERLAY_CELLS:
@@ -66,13 +69,6 @@ def _overlays(context: CheckContext) -> list[Finding]:
     message += "a watermark, a logo, a program's bars, or a subject that is always at the same place."
     fix = "Cut it off or retouch it: what is at one place of most images is learned as part of all of them."
     return [Finding("repeated_overlay", "note", message, fix)]
-
-
-def edge_signs(cells: bytes) -> NDArray[np.int8]:
-    """1 where gray rises from a cell to its right and its lower neighbor [2, 64, 64], -1 where it falls, 0 where neither."""
-    gray = np.frombuffer(cells, dtype=np.uint8).reshape(CELLS_SIDE, CELLS_SIDE).astype(np.int16)
-    steps = np.stack([np.diff(gray, axis=1, append=gray[:, -1:]), np.diff(gray, axis=0, append=gray[-1:])])
-    return np.asarray(np.sign(steps) * (np.abs(steps) > EDGE_STEP), dtype=np.int8)
 
 
 def _largest(cells: NDArray[np.bool_]) -> NDArray[np.bool_]:

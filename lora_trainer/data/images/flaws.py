@@ -149,7 +149,7 @@ def has_status_bar(flat: Image.Image) -> bool:
     if flat.height < TALL * flat.width or flat.width < 8 * PART:
         return False
     band = np.asarray(flat.crop((0, 0, flat.width, int(BAR * flat.height))).convert("L"), dtype=np.int16)
-    signs = np.asarray(np.abs(band - int(np.median(band[:2]))) > BAR_STEP)
+    signs: NDArray[np.bool_] = np.greater(np.abs(band - int(np.median(band[:2]))), BAR_STEP)
     rows = np.flatnonzero(signs.any(axis=1))
     if not len(rows) or rows[0] < 2:
         return False
@@ -158,7 +158,7 @@ def has_status_bar(flat: Image.Image) -> bool:
     height = (last + 1 - rows[0]) / flat.height
     if not BAR_SIGNS[0] <= height <= BAR_SIGNS[1] or last + 2 >= len(band):
         return False
-    columns = signs[rows[0] : last + 1].any(axis=0)
+    columns = np.asarray(signs[rows[0] : last + 1].any(axis=0))
     third = flat.width // 3
     middle_share = float(columns[third:-third].mean())
     return bool(columns[:third].any() and columns[-third:].any()) and middle_share < BAR_MIDDLE
