@@ -26,7 +26,7 @@ SMALLEST_SIDE = 32  # pixels, the least data.resolution
 CROP_LIMIT = 0.5  # less of the image than this is left by the crop
 UNIFORM_SPREAD = 2.0  # largest standard deviation of a channel, 0 to 255
 BLUR_EDGE = 4.5  # pixels of the bucket that the sharpest edges take; a Gaussian of 1.8 pixels
-MOTION = 1.6  # times as wide as all are edges along the way that a camera moved
+MOTION_EDGE, MOTION = 6.0, 1.8  # the same along one direction, and how many times as wide as all edges
 NOISE_SEEN = 8.0  # gray levels at the size that is trained
 PIXELS_SEEN = 1.3  # pixels of the bucket that an enlarged pixel takes
 DIM_PEAK = 40  # of 255; night photographs have brighter places
@@ -291,7 +291,7 @@ def check_sharpness(context: CheckContext, sample: Sample, fit: ResizeCrop, seen
     if edge > BLUR_EDGE:
         message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
         yield finding_of(sample, "blurred", "warning", message, fix)
-    elif smear > max(BLUR_EDGE, MOTION * edge):
+    elif smear > max(MOTION_EDGE, MOTION * edge):
         message = (
             f"is blurred by motion: along one direction its sharpest edges are {smear:.1f} pixels wide at {fit.bucket}."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +19,6 @@ from lora_trainer.data.images.remembered import Remembered, remembered
 from lora_trainer.data.images.workers import Progress, Ticker
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from lora_trainer.data.sample import Sample
 
 TEXTS = 2001  # kept results of another number are read again
@@ -70,7 +68,16 @@ def _read_others(samples: Sequence[Sample], texts: dict[str, str], store: Rememb
     try:
         for sample in samples:
             with contextlib.suppress(BrokenImageError):  # named by the check of what can be read
-                texts[sample.content] = _text_on(load_rgb(sample.path, sample.span), reader)
+                image = load_rgb(sample.path, sample.span)
+                image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+                found = reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # BGR
+                lines = zip(found.txts or (), found.scores or (), strict=True)
+                sure = [
+                    text
+                    for text, score in lines
+                    if score >= LEAST_SURE and sum(map(str.isalnum, text)) >= FEWEST_LETTERS
+                ]
+                texts[sample.content] = " ".join(sure)
                 fresh[sample.content] = json.dumps(texts[sample.content])
             if len(fresh) >= READ_AT_ONCE:
                 store.keep_measures(fresh, TEXTS)
@@ -78,12 +85,3 @@ def _read_others(samples: Sequence[Sample], texts: dict[str, str], store: Rememb
             ticker.step()
     finally:
         store.keep_measures(fresh, TEXTS)
-
-
-def _text_on(image: Image.Image, reader: Callable[[np.ndarray], object]) -> str:
-    """The lines that are surely text, in one line; empty where there is none."""
-    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-    found = reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # BGR
-    lines = zip(getattr(found, "txts", None) or (), getattr(found, "scores", None) or (), strict=True)
-    sure = [text for text, score in lines if score >= LEAST_SURE and sum(map(str.isalnum, text)) >= FEWEST_LETTERS]
-    return " ".join(sure)
