@@ -51,7 +51,11 @@ class Doubt:
 
     def to_json(self, agreement: float) -> dict[str, Any]:
         about = {"path": str(self.path), "caption": self.caption, "other": str(self.other), "better": self.better}
-        return about | {"worse_than": round(self.worse, 4), "margin": round(self.margin, 3), "sure": self.is_sure(agreement)}
+        return about | {
+            "worse_than": round(self.worse, 4),
+            "margin": round(self.margin, 3),
+            "sure": self.is_sure(agreement),
+        }
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,12 @@ class CaptionAgreement:
         names = ("value", "low", "high", "apart")
         numbers = {name: round(getattr(self, name), 4) for name in names}
         of = {"images": self.images, "of_images": self.of_images, "comparisons": self.comparisons}
-        return {"measured": True, **numbers, **of, "doubts": [each.to_json(self.value) for each in self.doubts[:MOST_LISTED]]}
+        return {
+            "measured": True,
+            **numbers,
+            **of,
+            "doubts": [each.to_json(self.value) for each in self.doubts[:MOST_LISTED]],
+        }
 
 
 def _cut(caption: str) -> str:

@@ -314,7 +314,7 @@ def check_pixels(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: S
     if seen.peak < DIM_PEAK and seen.spread >= UNIFORM_SPREAD:
         message = f"is nearly black: its brightest places have {seen.peak} of 255."
         yield finding_of(sample, "underexposed", "warning", message, fix)
-    if seen.burnt >= BURNT_AREA:
+    if seen.burnt >= BURNT_AREA and seen.transparent <= TRANSPARENT_AREA:  # which is laid on white
         sure = seen.clipped >= BURNT_COLORS
         message = f"is burnt out: {seen.burnt:.0%} of it are white, without a background that is."
         if not sure:

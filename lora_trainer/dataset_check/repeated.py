@@ -22,7 +22,6 @@ OVERLAY_SHARE = 0.6  # images with an edge there, less those with the opposite o
 OVERLAY_CELLS = 8  # connected cells with such an edge; in sets of 12 photographs 2 at most were
 EDGE_STEP = 6  # gray levels between two cells that are an edge
 REACH = 2  # cells between two that are connected
-MIDDLE = "middle"  # a subject is there more often than a mark
 WHOLE = 0.5  # share of a side from which on it is more than an overlay
 ORDER = re.compile(r"(\d+)")
 
@@ -58,16 +57,15 @@ def _overlays(context: CheckContext) -> list[Finding]:
     like = (signs[:, there] == np.sign(means[there])).mean(axis=1) >= 0.5
     rows, columns = (np.flatnonzero(region.any(axis=axis)) for axis in (1, 0))
     height, width = ((np.ptp(each) + 1) / CELLS_SIDE for each in (rows, columns))
-    place = _place(rows, columns)
     message = (
-        f"{int(like.sum())} of {len(signs)} images have the same edges at one place ({place}, about "
+        f"{int(like.sum())} of {len(signs)} images have the same edges at one place ({_place(rows, columns)}, about "
         f"{width:.0%} x {height:.0%} of the image): "
     )
-    if min(width, height) > WHOLE or place == MIDDLE:
+    if min(width, height) > WHOLE:
         message += "one background, or a subject that is always at the same place."
         return [Finding("repeated_place", "note", message, "Vary the place and the background, or keep it on purpose.")]
     message += "a watermark, a logo, a program's bars, or a subject that is always at the same place."
-    fix = "Cut it off or retouch it: what is at one place of most images is learned as part of all of them."
+    fix = "Cut off or retouch a mark: it is learned as part of all images. A subject may stay, or vary its place."
     return [Finding("repeated_overlay", "note", message, fix)]
 
 
@@ -97,7 +95,7 @@ def _place(rows: NDArray[np.intp], columns: NDArray[np.intp]) -> str:
         "top" if down < 1 / 3 else "bottom" if down > 2 / 3 else "",
         "left" if along < 1 / 3 else "right" if along > 2 / 3 else "",
     )
-    return " ".join(filter(None, names)) or MIDDLE
+    return " ".join(filter(None, names)) or "middle"
 
 
 def _series(context: CheckContext) -> list[Finding]:

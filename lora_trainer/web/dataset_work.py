@@ -312,7 +312,9 @@ def check_dataset_of(sent: Check, state: State) -> Response:
         arguments += ["--set", f"model.family={family}"]
     else:  # small enough to compare captions with images on any computer
         arguments += ["--model", BUILTIN]
-    if family == BUILTIN and path != DATA_FOLDER:  # `check` knows the built-in model's own resolution only with the built-in images
+    if (
+        family == BUILTIN and path != DATA_FOLDER
+    ):  # `check` knows the built-in model's own resolution only with the built-in images
         asked = resolution
     if asked is not None:
         arguments += ["--set", f"data.resolution={asked}"]
