@@ -33,6 +33,7 @@ from lora_trainer.core.interrupt import listening, remembering, signal_that_came
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process, processes_here
 from lora_trainer.dataset_check.doubts import NOT_COMPARED
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.read import checkpoints_in
 from lora_trainer.run.bases.encoder import find_encoder
@@ -123,8 +124,10 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
-    # The built-in images are known to suit their captions; a run that began was compared then.
-    compares = enforce_gates and not dry_run and found is None and order.config.data.sources and processes_here() == 1
+    # The built-in images are known to suit their captions; a run that began was compared then. Jobs of a batch share
+    # their base model in memory, which this would read once more for each.
+    is_new = found is None and not dry_run and bool(order.config.data.sources)
+    compares = enforce_gates and is_new and order.families is FAMILIES and processes_here() == 1
     examiner = CaptionExaminer(order.config, before_run=True)
     inputs = read_inputs(order.config, model, examiner if compares else lambda report: ())
     show_report(order.config, inputs, console)
