@@ -17,8 +17,10 @@ from lora_trainer.core.findings import Finding, printable, printable_lines
 from lora_trainer.core.io import json_document
 from lora_trainer.data.sources.places import named_places
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
+from lora_trainer.dataset_check.image_texts import NOT_INSTALLED, can_read, find_texts
 from lora_trainer.monitor.console import Console
-from lora_trainer.run.caption_agreement import measure_agreement
+from lora_trainer.run.caption_agreement import CaptionExaminer
+from lora_trainer.run.counting import counting
 from lora_trainer.run.inputs import (
     arithmetic,
     data_in_use,
@@ -57,15 +59,17 @@ def check_command(
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
     agreement = CaptionAgreement(reason="--quick opens no image") if config.model.path else NOT_COMPARED
+    examiner = CaptionExaminer(config, agreement)
 
     def examine(report: DataReport) -> list[Finding]:
-        nonlocal agreement
-        if config.model.path and decode:
-            agreement = measure_agreement(config, report.samples)
-        return agreement.findings
+        found = examiner(report) if config.model.path and decode else []
+        if decode and can_read():
+            with counting() as count:
+                found += find_texts(report.samples, count("images read for text"))
+        return found
 
     manifest, report = read_data(config, facts, decode=decode, examine=examine)
-    report = replace(report, agreement=agreement)
+    report = replace(report, agreement=examiner.agreement)
     train, validation = validation_split(config, facts, report)
     steps = arithmetic(
         config, train, config.train.max_micro_batch_size or config.train.effective_batch_size, processes=1
@@ -167,6 +171,8 @@ def show_report(report: DataReport, steps: StepArithmetic, validation: int, cons
         suspects = [report.name_of(doubt.path) for doubt in report.agreement.doubts[:MOST_SUSPECTS]]
         if suspects:
             show(console, Text(f"captions to look at first: {', '.join(suspects)}"))
+    if not can_read():
+        show(console, Text(NOT_INSTALLED))
     lower = [f"{name} {value:.3f}" for name, value in report.parts.items() if value < 1.0]
     parts = f"{', '.join(lower)}; all others 1" if lower else "all 1"
     verdict = "passes" if report.passed else f"refused: {report.why_refused}"

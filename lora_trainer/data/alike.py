@@ -1,4 +1,4 @@
-"""Which images are nearly the same: re-encoded, resized, slightly cut, or mirrored.
+"""Which images are nearly the same: re-encoded, resized, cut (`cut_copies.py`), or mirrored.
 
 Two images are alike when their 64-bit hashes differ in few bits and their 8×8 thumbs
 agree. Of two hashes that differ in at most 7 bits, one of four bands of 16 bits differs
@@ -9,12 +9,13 @@ arXiv:1307.2982).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_trainer.data.cut_copies import find_cut
 from lora_trainer.data.images.measures import THUMB_SIDE, Seen
 
 MOST_BITS = 6  # of 64
@@ -67,9 +68,17 @@ def find_alike(seen: Sequence[Seen]) -> Alike:
     thumbs = np.frombuffer(b"".join(seen[place].thumb for place in usable), dtype=np.uint8)
     thumbs = thumbs.reshape(len(usable), THUMB_SIDE, THUMB_SIDE, 3)
     leaders = _connected(hashes, thumbs)
+    colors = thumbs.reshape(len(usable), -1, 3).mean(axis=1)
+    cut = find_cut([seen[place].cells for place in usable], colors - colors.mean(axis=1, keepdims=True), leaders)
+    for one, other in cut:
+        ends = leaders[[one, other]]
+        leaders[leaders == ends.max()] = ends.min()
     flipped = _flipped(hashes, mirrors, thumbs, leaders)
     groups = _groups(leaders)
-    pairs = sum(_paired(np.array(group), hashes, thumbs) for group in groups)
+    linked: dict[int, list[int]] = {}
+    for one, other in cut:
+        linked.setdefault(one, []).append(other)
+    pairs = sum(_paired(np.array(group), hashes, thumbs, linked) for group in groups)
     named = tuple(tuple(usable[place] for place in group) for group in groups)
     return Alike(named, tuple(sorted((usable[one], usable[other]) for one, other in flipped)), pairs)
 
@@ -188,18 +197,23 @@ def _groups(leaders: Places) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in members.values())
 
 
-def _paired(group: Places, hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8]) -> int:
-    """How many pairs a group has. The first alike is mostly near, so each searches ahead in growing steps."""
+def _paired(
+    group: Places, hashes: NDArray[np.uint64], thumbs: NDArray[np.uint8], linked: Mapping[int, Sequence[int]]
+) -> int:
+    """How many pairs a group has. The first alike is mostly near, so each searches ahead in growing steps.
+
+    `linked` are places, larger than their own, that are alike though their hashes differ.
+    """
     own, free, pairs = hashes[group], np.ones(len(group), dtype=bool), 0
     for place in range(len(group)):
         begin, width = place + 1, 8
         while free[place] and begin < len(group):
             others = begin + np.flatnonzero(free[begin : begin + width])
             near = others[np.bitwise_count(own[others] ^ own[place]) <= MOST_BITS]
-            if len(near):
-                agree = _agreement(thumbs[group[place : place + 1]], thumbs[group[near]]) >= LEAST_AGREEMENT
-                if agree.any():
-                    free[[place, near[agree.argmax()]]] = False
-                    pairs += 1
+            agree = _agreement(thumbs[group[place : place + 1]], thumbs[group[near]]) >= LEAST_AGREEMENT
+            cut = others[np.isin(group[others], linked.get(int(group[place]), ()))]
+            if len(fitting := np.concatenate([near[agree], cut])):
+                free[[place, fitting.min()]] = False
+                pairs += 1
             begin, width = begin + width, 2 * width
     return pairs

@@ -235,7 +235,7 @@ def _of_all(samples: Sequence[Sample], context: CheckContext) -> list[Finding]:
     captions = Counter(sample.caption for sample in samples)
     if len(samples) > 1 and len(captions) == 1:
         message = f"All {len(samples)} images have the same caption."
-        fix = "Fine for one subject; varied captions keep surroundings apart from it."
+        fix = "One subject is learned so, with its surroundings; describe each image to keep these apart."
         if len(samples) < MANY_IMAGES or not samples[0].own_caption:
             return [*found, Finding("same_caption", "note", message, fix)]
         fix = "Describe each image: without that a style is learned with everything that the images show."

@@ -12,6 +12,8 @@ from lora_trainer.core.findings import Finding
 DOUBTFUL, MIXED_UP, NOT_KNOWN = "doubtful_caption", "mixed_up_captions", "unknown_captions"
 CHANCE = 0.5
 LEAST_WORSE, LEAST_MARGIN = 0.4, 2.0  # of a doubtful caption; hardly a right one had both (docs/scores.md)
+CLEAR = 0.925  # agreement from which on right captions stand out so little that less is a doubt
+CLEAR_WORSE, CLEAR_MARGIN = 0.15, 0.75  # of a doubtful caption there
 LEAST_APART = 0.9  # of captions that a model tells apart; below, its doubts are not to be believed
 SHOWN_LETTERS = 80  # of a caption
 MOST_LISTED = 24  # in the JSON
@@ -32,9 +34,10 @@ class Doubt:
     worse: float
     margin: float
 
-    @property
-    def is_sure(self) -> bool:
-        """Whether so many captions suit the image better, by so much, as is rare for a right caption."""
+    def is_sure(self, agreement: float) -> bool:
+        """Whether so many captions suit the image better, by so much, as is rare for a right caption of a set with this agreement."""
+        if agreement >= CLEAR:
+            return self.worse >= CLEAR_WORSE and self.margin >= CLEAR_MARGIN
         return self.worse >= LEAST_WORSE and self.margin >= LEAST_MARGIN
 
     @property
@@ -46,9 +49,13 @@ class Doubt:
         fix = "Compare both captions with the image, and leave it if its own is right."
         return Finding(DOUBTFUL, "warning", message, fix, path=self.path)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, agreement: float) -> dict[str, Any]:
         about = {"path": str(self.path), "caption": self.caption, "other": str(self.other), "better": self.better}
-        return about | {"worse_than": round(self.worse, 4), "margin": round(self.margin, 3), "sure": self.is_sure}
+        return about | {
+            "worse_than": round(self.worse, 4),
+            "margin": round(self.margin, 3),
+            "sure": self.is_sure(agreement),
+        }
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class CaptionAgreement:
         if self.value is None:
             return []
         is_known = self.apart >= LEAST_APART
-        doubtful = [each.finding for each in self.doubts if each.is_sure and is_known]
+        doubtful = [each.finding for each in self.doubts if each.is_sure(self.value) and is_known]
         if self.low > CHANCE:
             return doubtful
         interval = f"{self.value:.2f} of the comparisons, 95 % interval {self.low:.2f} to {self.high:.2f}, chance 0.50"
@@ -105,7 +112,12 @@ class CaptionAgreement:
         names = ("value", "low", "high", "apart")
         numbers = {name: round(getattr(self, name), 4) for name in names}
         of = {"images": self.images, "of_images": self.of_images, "comparisons": self.comparisons}
-        return {"measured": True, **numbers, **of, "doubts": [each.to_json() for each in self.doubts[:MOST_LISTED]]}
+        return {
+            "measured": True,
+            **numbers,
+            **of,
+            "doubts": [each.to_json(self.value) for each in self.doubts[:MOST_LISTED]],
+        }
 
 
 def _cut(caption: str) -> str:

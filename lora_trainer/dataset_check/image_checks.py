@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from lora_trainer.data.images.measures import Seen
     from lora_trainer.data.sample import Sample
 
-UPSCALE_LIMIT = 2.0  # enlarged further, an image teaches its own blur
+UPSCALE_LIMIT, UPSCALE_SEEN = 2.0, 1.1  # enlarged further, an image teaches its own blur; less is not seen
 SMALLEST_SIDE = 32  # pixels, the least data.resolution
 CROP_LIMIT = 0.5  # less of the image than this is left by the crop
 UNIFORM_SPREAD = 2.0  # largest standard deviation of a channel, 0 to 255
 BLUR_EDGE = 4.5  # pixels of the bucket that the sharpest edges take; a Gaussian of 1.8 pixels
-LEAST_QUALITY = 30  # of JPEG, 1 to 100
+MOTION_EDGE, MOTION = 6.0, 1.8  # the same along one direction, and how many times as wide as all edges
+NOISE_SEEN = 8.0  # gray levels at the size that is trained
+PIXELS_SEEN = 1.3  # pixels of the bucket that an enlarged pixel takes
+DIM_PEAK = 40  # of 255; night photographs have brighter places
+BURNT_AREA, BURNT_COLORS = 0.3, 0.03  # share of the image that is white; of the rest that has a channel at its end
+LEAST_QUALITY, LEAST_REDUCED = 30, 20  # of JPEG, 1 to 100; the same where it is reduced to between half and a quarter
 BLOCK_STEPS = 2.0  # gray levels by which the mean step on JPEG's grid is larger than beside it
 BLOCK_SCALE = 0.5  # reduced further, blocks of 8 pixels are not seen any more
 BORDER_AREA = 0.03  # share of the image
@@ -136,11 +141,11 @@ def _sizes(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -
     elif factor > 1.0:
         message = f"is {size}, smaller than {fit.bucket}; enlarged {factor:.2f} times."
         fix = "Replace it with a larger one, remove it, or set data.resolution lower."
-        severe = factor > UPSCALE_LIMIT and not context.allow_upscale
-        if severe:
+        if factor > UPSCALE_LIMIT and not context.allow_upscale:
             fix = "Remove such images, set data.resolution lower, or --set data.allow_small_images=true."
-        code = "too_small" if severe else "upscaled"
-        yield finding_of(sample, code, "error" if severe else "warning", message, fix)
+            yield finding_of(sample, "too_small", "error", message, fix)
+        else:
+            yield finding_of(sample, "upscaled", "warning" if factor > UPSCALE_SEEN else "note", message, fix)
     if fit.kept < CROP_LIMIT:
         message = f"is {size}; the crop to {fit.bucket} keeps {fit.kept:.0%} of it."
         fix = "Crop it by hand, or set data.max_aspect higher."
@@ -164,14 +169,25 @@ def check_distinct(context: CheckContext) -> list[Finding]:
 @of_each
 def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
     """Images that show nothing or several things side by side, images with holes, and masks that let nothing through."""
-    if seen.collage:
+    if seen.collage == "panels":
         message = "is several images side by side, divided by a straight line."
         yield finding_of(sample, "collage", "warning", message, "Cut it into single images, each with its caption.")
+    elif seen.collage:
+        message = "is divided by a straight line: it may be two images side by side."
+        fix = "If it is, cut it into single images; the edge of a wall is no reason."
+        yield finding_of(sample, "collage", "note", message, fix)
+    if seen.has_status_bar:
+        message = "begins with a phone's status bar: it seems to be a screenshot."
+        yield finding_of(sample, "screenshot", "warning", message, "Cut out the image that it shows, or remove it.")
     if seen.spread < UNIFORM_SPREAD:
         message = f"is nearly one color (spread {seen.spread:.1f} of 255)."
-        yield finding_of(sample, "uniform", "warning", message, "Remove it unless it is meant.")
+        fix = "Remove it unless it is meant."
+        if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
+            message = "is nearly one color on white, which its transparency is laid on."
+            fix = "Lay it on a background of another color."
+        yield finding_of(sample, "uniform", "warning", message, fix)
     if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
-        message = f"is transparent on {seen.transparent:.0%} of its area, which is laid on white."
+        message = f"is {seen.transparent:.0%} transparent, and is laid on white."
         fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
         yield finding_of(sample, "transparent", "note", message, fix)
     if seen.outline < OUTLINE_SEEN and sample.mask is None:
@@ -268,23 +284,53 @@ def _doubts_of(mask: Seen, sample: Sample, seen: Seen) -> list[str]:
 
 @of_each
 def check_sharpness(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
-    """Images whose sharpest edges are soft even at the size that is trained."""
-    edge = seen.edge * min(1.0, fit.scale_from(sample.width, sample.height))
+    """Images whose sharpest edges are soft even at the size that is trained, as a whole or along one direction."""
+    scale = min(1.0, fit.scale_from(sample.width, sample.height))
+    edge, smear = seen.edge * scale, seen.smear * scale
+    fix = "Replace it with a sharp one, remove it, or train at a lower resolution."
     if edge > BLUR_EDGE:
         message = f"is blurred: its sharpest edges are {edge:.1f} pixels wide at {fit.bucket}."
-        fix = "Replace it with a sharp one, remove it, or train at a lower resolution."
         yield finding_of(sample, "blurred", "warning", message, fix)
+    elif smear > max(MOTION_EDGE, MOTION * edge):
+        message = (
+            f"is blurred by motion: along one direction its sharpest edges are {smear:.1f} pixels wide at {fit.bucket}."
+        )
+        yield finding_of(sample, "motion_blur", "warning", message, fix)
+
+
+@of_each
+def check_pixels(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
+    """Noise, enlarged pixels, colors of few levels, and too little or too much light."""
+    scale = min(1.0, fit.scale_from(sample.width, sample.height))
+    fix = "Replace it with a better copy, or remove it."
+    if seen.noise * scale > NOISE_SEEN:
+        message = f"is noisy: by {seen.noise * scale:.0f} gray levels at {fit.bucket}."
+        yield finding_of(sample, "noisy", "warning", message, fix)
+    if seen.pixel_side * scale > PIXELS_SEEN:
+        message = f"was enlarged without smoothing: each of its pixels is {seen.pixel_side:.1f} pixels wide."
+        yield finding_of(sample, "pixelated", "warning", message, fix)
+    if seen.has_few_levels:
+        yield finding_of(sample, "posterized", "warning", "has only four levels in each color channel.", fix)
+    if seen.peak < DIM_PEAK and seen.spread >= UNIFORM_SPREAD:
+        message = f"is nearly black: its brightest places have {seen.peak} of 255."
+        yield finding_of(sample, "underexposed", "warning", message, fix)
+    if seen.burnt >= BURNT_AREA and seen.transparent <= TRANSPARENT_AREA:  # which is laid on white
+        sure = seen.clipped >= BURNT_COLORS
+        message = f"is burnt out: {seen.burnt:.0%} of it are white, without a background that is."
+        if not sure:
+            message = f"has {seen.burnt:.0%} of pure white, softly bordered: overexposed, or a bright background."
+        yield finding_of(sample, "overexposed", "warning" if sure else "note", message, fix)
 
 
 @of_each
 def check_compression(context: CheckContext, sample: Sample, fit: ResizeCrop, seen: Seen) -> Iterator[Finding]:
     """JPEG's blocks, where so little is reduced that they are learned."""
-    if fit.scale_from(sample.width, sample.height) <= BLOCK_SCALE:
-        return
+    scale = fit.scale_from(sample.width, sample.height)
+    least = LEAST_QUALITY if scale > BLOCK_SCALE else LEAST_REDUCED
     message = ""
-    if seen.quality < LEAST_QUALITY:
+    if seen.quality < least and scale > BLOCK_SCALE / 2:
         message = f"is compressed too far (JPEG quality {seen.quality})."
-    elif seen.blocks > BLOCK_STEPS:
+    elif seen.blocks > BLOCK_STEPS and scale > BLOCK_SCALE:
         message = (
             f"shows blocks of 8 pixels (steps of {seen.blocks:.1f} levels), as too strong JPEG compression leaves them."
         )

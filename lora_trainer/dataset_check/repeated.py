@@ -10,7 +10,7 @@ import numpy as np
 
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.alike import find_series
-from lora_trainer.data.images.measures import MAP_SIDE, read_edge_map
+from lora_trainer.data.images.measures import CELLS_SIDE
 from lora_trainer.dataset_check.context import CheckContext, beside
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ FEWEST_OVERLAID = 12  # distinct images; of fewer some share an edge by chance
 MOST_OVERLAID = 400  # images compared
 OVERLAY_SHARE = 0.6  # images with an edge there, less those with the opposite one
 OVERLAY_CELLS = 8  # connected cells with such an edge; in sets of 12 photographs 2 at most were
+EDGE_STEP = 6  # gray levels between two cells that are an edge
 REACH = 2  # cells between two that are connected
 WHOLE = 0.5  # share of a side from which on it is more than an overlay
 ORDER = re.compile(r"(\d+)")
@@ -37,14 +38,17 @@ def _overlays(context: CheckContext) -> list[Finding]:
     """
     leaders = context.alike.leaders
     maps = {
-        sample.content: context.seen[place].edges
+        sample.content: context.seen[place].cells
         for place, sample in enumerate(context.samples)
-        if context.seen[place].edges and leaders.get(place, place) == place and not sample.regularization
+        if context.seen[place].cells and leaders.get(place, place) == place and not sample.regularization
     }
     if len(maps) < FEWEST_OVERLAID:
         return []
     chosen = list(maps.values())[:: -(-len(maps) // MOST_OVERLAID)]
-    signs = np.stack([found for each in chosen if (found := read_edge_map(each)) is not None])
+    gray = np.frombuffer(b"".join(chosen), dtype=np.uint8).reshape(-1, CELLS_SIDE, CELLS_SIDE).astype(np.int16)
+    steps = [np.diff(gray, axis=2, append=gray[:, :, -1:]), np.diff(gray, axis=1, append=gray[:, -1:])]
+    # 1 where gray rises from a cell to its right and its lower neighbor [N, 2, 64, 64], -1 where it falls.
+    signs = np.stack([np.sign(each) * (np.abs(each) > EDGE_STEP) for each in steps], axis=1).astype(np.int8)
     means = signs.mean(axis=0, dtype=np.float32)
     region = _largest(np.asarray((np.abs(means) >= OVERLAY_SHARE).any(axis=0)))
     if region.sum() < OVERLAY_CELLS:
@@ -52,7 +56,7 @@ def _overlays(context: CheckContext) -> list[Finding]:
     there = (np.abs(means) >= OVERLAY_SHARE) & region
     like = (signs[:, there] == np.sign(means[there])).mean(axis=1) >= 0.5
     rows, columns = (np.flatnonzero(region.any(axis=axis)) for axis in (1, 0))
-    height, width = ((np.ptp(each) + 1) / MAP_SIDE for each in (rows, columns))
+    height, width = ((np.ptp(each) + 1) / CELLS_SIDE for each in (rows, columns))
     message = (
         f"{int(like.sum())} of {len(signs)} images have the same edges at one place ({_place(rows, columns)}, about "
         f"{width:.0%} x {height:.0%} of the image): "
@@ -61,7 +65,7 @@ def _overlays(context: CheckContext) -> list[Finding]:
         message += "one background, or a subject that is always at the same place."
         return [Finding("repeated_place", "note", message, "Vary the place and the background, or keep it on purpose.")]
     message += "a watermark, a logo, a program's bars, or a subject that is always at the same place."
-    fix = "Cut it off or retouch it: what is at one place of most images is learned as part of all of them."
+    fix = "Cut off or retouch a mark: it is learned as part of all images. A subject may stay, or vary its place."
     return [Finding("repeated_overlay", "note", message, fix)]
 
 
@@ -86,7 +90,7 @@ def _largest(cells: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _place(rows: NDArray[np.intp], columns: NDArray[np.intp]) -> str:
     """Where the cells are, in words: `bottom right`."""
-    down, along = ((each[0] + each[-1] + 1) / 2 / MAP_SIDE for each in (rows, columns))
+    down, along = ((each[0] + each[-1] + 1) / 2 / CELLS_SIDE for each in (rows, columns))
     names = (
         "top" if down < 1 / 3 else "bottom" if down > 2 / 3 else "",
         "left" if along < 1 / 3 else "right" if along > 2 / 3 else "",

@@ -48,7 +48,10 @@ REGULARIZE = "Train with data.num_class_images=32"
 REMEDIES: Mapping[str, Remedy] = {
     "works": Remedy("Export or train it again."),
     "shows": Remedy(
-        "If all captions are alike, describe the images.", longer="Train longer.", gentler=SLOWER, less=SLOWER
+        "If all captions are alike, describe each image to keep surroundings apart.",
+        longer="Train longer.",
+        gentler=SLOWER,
+        less=SLOWER,
     ),
     "whole": Remedy(
         "Look at the worst samples: soft or noisy ones may be so in the dataset, too.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.errors import DatasetRefused, UsageError
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.views import plan_plain
-from lora_trainer.dataset_check.doubts import CaptionAgreement, Doubt
+from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement, Doubt
 from lora_trainer.models.folder import read_config
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.counting import JUDGED, counting
@@ -19,7 +19,9 @@ from lora_trainer.run.inputs import caption_rules, data_in_use, read_model, trai
 
 if TYPE_CHECKING:  # torch is loaded where the base model is
     from lora_trainer.config.schema import Config
+    from lora_trainer.core.findings import Finding
     from lora_trainer.data.sample import Sample
+    from lora_trainer.dataset_check import DataReport
     from lora_trainer.evaluation.caption_fit import CaptionComparison
     from lora_trainer.models.family import Family, ModelFacts
 
@@ -27,6 +29,25 @@ MOST_IMAGES = 48  # of a dataset, evenly spread
 IMAGES_TOGETHER = 24  # each with the captions of all of these
 FEWEST_DIFFERENT = 4  # captions; fewer give no interval
 LARGE_ON_CPU = 100_000_000  # weights of a denoiser; with more, comparing takes hours on a CPU
+
+
+class CaptionExaminer:
+    """Compares captions with images while data is read: what `read_data` calls with its report. `agreement` is what it found.
+
+    Before a run, only warnings count: that the model does not know these captions is no reason against it. Data that is
+    refused anyway is not compared then.
+    """
+
+    def __init__(self, config: Config, agreement: CaptionAgreement = NOT_COMPARED, *, before_run: bool = False) -> None:
+        self._config = config
+        self._before_run = before_run
+        self.agreement = agreement
+
+    def __call__(self, report: DataReport) -> list[Finding]:
+        if self._before_run and not report.passed:
+            return []
+        self.agreement = measure_agreement(self._config, report.samples)
+        return [each for each in self.agreement.findings if each.severity == "warning" or not self._before_run]
 
 
 @data_in_use()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lora_trainer.data.sample import Manifest, Sample
 
 NAMES_SHOWN = 4  # of validation images
+Examine = Callable[[DataReport], Sequence[Finding]]  # of `read_data`
 LATENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # of each number of the cached latents
 
 
@@ -256,7 +257,7 @@ def read_data(
     facts: ModelFacts,
     *,
     decode: bool = True,
-    examine: Callable[[DataReport], Sequence[Finding]] = lambda report: (),
+    examine: Examine = lambda report: (),
 ) -> tuple[Manifest, DataReport]:
     """Read and check the data as this config would train it on that model; without `decode` from headers alone.
 
@@ -346,14 +347,16 @@ def _plan_findings(config: Config, facts: ModelFacts, report: DataReport) -> lis
     return found + check_buckets([row.samples for row in report.rows], micro)
 
 
-def read_inputs(config: Config, model: tuple[Family, ModelFacts] | None = None) -> Inputs:
+def read_inputs(
+    config: Config, model: tuple[Family, ModelFacts] | None = None, examine: Examine = lambda report: ()
+) -> Inputs:
     """Read model facts and data, decode every image, check the dataset and split it.
 
-    `model` is what `read_model` returned, which is called where it is None. Raises UsageError for a model or folder that
+    `model` is what `read_model` returned, which is called where it is None; `examine` is that of `read_data`. Raises UsageError for a model or folder that
     cannot be read. Problems of single images are in `report`, which the caller compares with the gate.
     """
     family, facts = model or read_model(config)
-    manifest, report = read_data(config, facts)
+    manifest, report = read_data(config, facts, examine=examine)
     check_control_images(config.sample.control_images, len(set(config.sample.prompts)), facts)
     framings, rules = trained_framings(config, facts), caption_rules(config)
     train, validation = validation_split(config, facts, report)

@@ -31,11 +31,14 @@ from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
-from lora_trainer.core.launch import is_main_process
+from lora_trainer.core.launch import is_main_process, processes_here
+from lora_trainer.dataset_check.doubts import NOT_COMPARED
+from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.read import checkpoints_in
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import find_base, named_absolutely, on_stderr, silent
+from lora_trainer.run.caption_agreement import CaptionExaminer
 from lora_trainer.run.differences import differences, find_differences
 from lora_trainer.run.ending_command import COMMANDS, show_commands, then_command, wrong_commands
 from lora_trainer.run.folder import (
@@ -122,8 +125,15 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     find_encoder(resolved.config, weights=False, say=silent)
     order.watch(Progress("checking"))
     order, model = for_its_model(order)
-    inputs = read_inputs(order.config, model)
+    # The built-in images are known to suit their captions; a run that began was compared then. Jobs of a batch share
+    # their base model in memory, which this would read once more for each.
+    is_new = found is None and not dry_run and bool(order.config.data.sources)
+    compares = enforce_gates and is_new and order.families is FAMILIES and processes_here() == 1
+    examiner = CaptionExaminer(order.config, before_run=True)
+    inputs = read_inputs(order.config, model, examiner if compares else lambda report: ())
     show_report(order.config, inputs, console, verbose=order.verbose)
+    if compares and examiner.agreement is not NOT_COMPARED:
+        console.print(f"  {examiner.agreement.line}")
     if dry_run:
         if found is not None and is_over and total_steps(order, inputs) <= found.steps:
             refuse_data(inputs, enforce_gates=enforce_gates)

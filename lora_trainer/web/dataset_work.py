@@ -310,7 +310,11 @@ def check_dataset_of(sent: Check, state: State) -> Response:
     arguments, asked = ["check", str(path), "--json", "--offline"], sent.resolution
     if family != BUILTIN:
         arguments += ["--set", f"model.family={family}"]
-    elif path != DATA_FOLDER:  # `check` knows the built-in model's own resolution only with the built-in images
+    else:  # small enough to compare captions with images on any computer
+        arguments += ["--model", BUILTIN]
+    if (
+        family == BUILTIN and path != DATA_FOLDER
+    ):  # `check` knows the built-in model's own resolution only with the built-in images
         asked = resolution
     if asked is not None:
         arguments += ["--set", f"data.resolution={asked}"]

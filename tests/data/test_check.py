@@ -13,7 +13,8 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.views import Framing
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_dataset, estimate_tokens
 from lora_trainer.models.published import public_architecture
-from tests.data.conftest import Draw, noise_image
+from tests.data.conftest import Draw
+from tests.data.drawings import photo
 
 
 def check(
@@ -144,10 +145,10 @@ def test_if_every_image_is_too_small_one_problem_names_the_resolution_that_fits(
 def test_duplicates_uniform_animated_misnamed_cropped(good_folder: Path, draw: Draw) -> None:
     draw(good_folder / "copy.png", 128, 128, seed=4)
     Image.new("RGB", (128, 128), "navy").save(good_folder / "plain.png")
-    frames = [noise_image(128, 128, seed) for seed in (50, 51)]
+    frames = [photo(128, 128, seed) for seed in (50, 51)]
     frames[0].save(good_folder / "moving.gif", save_all=True, append_images=frames[1:])
-    noise_image(128, 128, 52).save(good_folder / "really.jpg", format="PNG")
-    noise_image(900, 128, 53).save(good_folder / "panorama.png")
+    photo(128, 128, 52).save(good_folder / "really.jpg", format="PNG")
+    photo(900, 128, 53).save(good_folder / "panorama.png")
     for name in ("plain", "moving", "really", "panorama"):
         (good_folder / f"{name}.txt").write_text(name, encoding="utf-8")
     report = check(good_folder)
@@ -159,7 +160,7 @@ def test_duplicates_uniform_animated_misnamed_cropped(good_folder: Path, draw: D
         ("cropped", "warning"),
     }
     assert report.passed
-    assert report.score == pytest.approx(0.8 ** ((1 / 0.8 + 1 / 0.2 + 1 / 0.5) / 25))
+    assert report.score == pytest.approx(0.8 ** ((1 / 0.45 + 1 / 0.2 + 1 / 0.5) / 25))
     assert report.score <= min(report.parts.values())
 
 

@@ -322,7 +322,7 @@ def test_only_measures_of_converted_images_are_taken_again(tmp_path: Path) -> No
     plain, wide = read_manifest([tmp_path], allow_missing_captions=True)[0].samples
     with remembered() as store:
         # Rows as they were before colors were converted, with a hash by which they are known again.
-        old = '{"broken": null, "format": "PNG", "hash": 77, "borders": {}, "thumb": "", "edges": ""}'
+        old = '{"broken": null, "format": "PNG", "hash": 77, "borders": {}, "thumb": "", "cells": ""}'
         store.keep_measures({plain.content: old, wide.content: old}, MEASURES)
     seen = measure_images([plain, wide])
     assert seen[0].hash == 77

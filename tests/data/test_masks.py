@@ -58,7 +58,7 @@ def test_a_mask_is_cached_in_every_variant_of_its_image(tmp_path: Path, draw: Dr
     expected[:, 4:] = expected[0, 0] = 1.0
     assert (entries[0]["mask"][0] - expected).abs().max() < 0.2
     assert torch.equal(entries[1]["mask"], entries[0]["mask"].flip(2))
-    assert torch.equal(entries[1]["mean"], entries[0]["mean"].flip(2))
+    assert torch.allclose(entries[1]["mean"], entries[0]["mean"].flip(2), atol=1e-3)
     assert not any("mask" in entry for entry in entries[2:])
     stacked = masks_of(entries[1:3])
     assert stacked is not None

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
 from gate_examples import collage
-from lora_trainer.data.images.measures import Seen, block_steps, measure, middle, seen_from_json
+from lora_trainer.data.images.measures import Seen, block_steps, measure, seen_from_json
+from lora_trainer.data.images.sharpness import middle
 from tests.data.drawings import drawing, photo, saved
 
 Make = Callable[[int, int, int], Image.Image]
@@ -205,7 +206,7 @@ def test_a_collage_is_found_after_jpeg_too(make: Make, gap: int) -> None:
         measure(saved(collage(Image.new("RGB", (516, 516)), make, seed, gap), "JPEG", quality=60)).collage
         for seed in range(6)
     ]
-    assert sum(found) >= 5
+    assert found.count("panels") >= 5
 
 
 def lined(kind: str, seed: int) -> Image.Image:

@@ -118,3 +118,15 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.Capture
     reason = check(capsys, str(paths[0].parent), *named)["caption_agreement"]["reason"]
     assert reason == "all captions have the same words"
     assert "--quick" in check(capsys, str(paths[0].parent), *named, "--quick")["caption_agreement"]["reason"]
+
+
+@pytest.mark.slow
+def test_produce_compares_captions_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = write_shapes(tmp_path / "shapes", 6)
+    texts = [path.with_suffix(".txt").read_text() for path in paths]
+    for path, text in zip(paths, texts[1:] + texts[:1], strict=True):
+        path.with_suffix(".txt").write_text(text)
+    arguments = ["--data", str(tmp_path / "shapes"), "--output", str(tmp_path), "--name", "a", "--max-steps", "1"]
+    assert main(["produce", *arguments]) == 3
+    assert "captions and images: " in capsys.readouterr().out
+    assert not (tmp_path / "a" / "a.safetensors").exists()

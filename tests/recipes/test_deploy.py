@@ -127,7 +127,7 @@ def test_the_image_installs_the_extras_of_its_commands(checkout: Path) -> None:
     settings = [dict(re.findall(r'(\w+)="(.*?)"', rest)) for _, rest in instructions(checkout) if "EXTRAS=" in rest]
     cuda, cpu = (set(each["EXTRAS"].split()) for each in settings)
     assert (cuda - cpu, cpu - cuda) == ({"gpu"}, set())
-    assert set(project["optional-dependencies"]) - cuda == {"dev", "docs", "ray", "slurm", "trackio"}
+    assert set(project["optional-dependencies"]) - cuda == {"dev", "docs", "ocr", "ray", "slurm", "trackio"}
     assert [each["LIBRARIES"] for each in settings] == ["", "bitsandbytes"]
     (listing,) = [rest for name, rest in instructions(checkout) if name == "RUN" and "requirements.txt" in rest]
     code = re.search(r'python -c "(.*?)" > requirements.txt', listing)[1]  # type: ignore[index]

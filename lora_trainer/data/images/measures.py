@@ -10,29 +10,26 @@ from __future__ import annotations
 import base64
 import functools
 import json
-import zlib
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from lora_trainer.data.images.colors import colors_of
+from lora_trainer.data.images.flaws import exposure_of, has_few_levels, has_status_bar, noise_levels, pixel_side
 from lora_trainer.data.images.images import TURNS, BrokenImageError, alpha_of, orientation_of, to_rgb
 from lora_trainer.data.images.masks import Doubt, doubt_of_mask, to_mask
+from lora_trainer.data.images.sharpness import LINES, middle, sharpness_of
 
 if TYPE_CHECKING:
     from lora_trainer.data.sample import Colors
 
-MEASURES = 7  # kept results of another number are measured again
-MASK_MEASURES = 1003  # the same of masks: a file may be an image here and a mask there
+MEASURES = 8  # kept results of another number are measured again
+MASK_MEASURES = 1004  # the same of masks: a file may be an image here and a mask there
 
 Gray = NDArray[np.int16]
-LINES = 48  # rows and columns that edges are measured along
-FEWEST_EDGES = 24  # fewer say nothing about the whole image
-EDGE_SHARE = 0.1  # the sharpest tenth: a portrait's background may be soft
-PATCH = 256  # side in pixels of the part that blocks are looked for in
 BLOCK_STEP = 40  # levels: larger steps are the image's own edges
 SLIGHT_BLOCKS = 1.0  # levels: less is ignored, without a test for tiles
 ROUGH = 0.4  # of the steps inside of blocks: JPEG leaves none so rough, dithering does
@@ -51,10 +48,12 @@ OUTLINE_WIDTH = 2  # pixels of the small copy
 WHITE_LEVEL = 231  # 24 levels from white; a color none of whose channels is darker is not seen on it
 FEWEST_OUTLINE = 16  # pixels of the small copy
 THUMB_SIDE = 8
-MAP_SIDE, MAP_STEP = 64, 6  # cells of an edge map's side; gray levels between neighbors that are an edge
-MAP_BYTES = 4 * MAP_SIDE**2 // 8
-BINARY = ("thumb", "edges")  # fields of `Seen` that are bytes
+CELLS_SIDE = 64
+BINARY = ("thumb", "cells")  # fields of `Seen` that are bytes
 STANDARD_LUMA = 3688  # sum of the JPEG standard's luminance table (Annex K)
+
+
+Panels = Literal["", "seam", "panels"]
 
 
 @dataclass(frozen=True)
@@ -80,17 +79,27 @@ class Seen:
     colors: Colors = ""  # how its colors were read
     alpha: tuple[int, int] | None = None  # least and most opacity, 0 to 255; None in an older row
     outline: float = 1.0  # share of the outline of what its transparency leaves that is seen on white
-    transparent: float = 0.0  # share of the pixels that are not opaque
+    transparent: float = 0.0  # mean transparency of the pixels
     spread: float = 255.0  # largest standard deviation of a channel, 0 to 255
     edge: float = 0.0  # width in pixels of its sharpest edges; 0 when it has too few to tell
+    smear: float = 0.0  # the same of those along the direction in which they are widest
+    noise: float = 0.0  # gray levels, standard deviation
+    peak: int = 255  # level of the brightest pixels of its small copy, in their brightest channel
+    burnt: float = 0.0  # share of it that is white without being its background
+    clipped: float = 0.0  # share of the rest of which a channel is at its end
+    pixel_side: float = 0.0  # pixels that each of its own was enlarged to without smoothing; 0 where that was not done
+    has_few_levels: bool = False  # its colors are those of 2 bits a channel
+    has_status_bar: bool = False  # of a phone
     quality: int = 100  # JPEG quality of its tables, 1 to 100; 100 for other formats
     blocks: float = 0.0  # gray levels that the mean step on a grid of 8 pixels exceeds that beside it
     borders: Borders = Borders()
-    collage: bool = False  # straight seams or gutters divide it into several images
-    hash: int = 0  # 64 bits of its low frequencies (pHash)
+    collage: Panels = (
+        ""  # several images, divided by gutters or crossing seams; or by a single seam, which may be a wall's edge
+    )
+    hash: int = 0  # 64 bits of the low frequencies (pHash) of what is inside of its borders
     mirror_hash: int = 0  # the same of its mirror image
-    thumb: bytes = b""  # 8×8 RGB
-    edges: bytes = b""  # `edge_map` of its 64×64 copy
+    thumb: bytes = b""  # 8×8 RGB of what is inside of its borders
+    cells: bytes = b""  # 64×64 gray of all of it
     deep_peak: int = 255  # the brightest of its 8 bits, of an image that has 16 in its file
     turn: int = 1  # EXIF orientation that its pixels are turned by
     doubt: Doubt = ""  # of a mask
@@ -106,11 +115,11 @@ def seen_from_json(text: str) -> Seen:
     """Raises ValueError, KeyError or TypeError for anything that `Seen.to_json` did not write."""
     row = json.loads(text)
     broken = tuple(row.pop("broken") or ())
-    borders, (thumb, edges) = Borders(**row.pop("borders")), (base64.b64decode(row.pop(name)) for name in BINARY)
+    borders, (thumb, cells) = Borders(**row.pop("borders")), (base64.b64decode(row.pop(name)) for name in BINARY)
     whole = (broken[0], broken[1], broken[2]) if broken else None
     opacity = row.pop("alpha", None)
     alpha = None if opacity is None else (opacity[0], opacity[1])
-    return Seen(broken=whole, alpha=alpha, borders=borders, thumb=thumb, edges=edges, **row)
+    return Seen(broken=whole, alpha=alpha, borders=borders, thumb=thumb, cells=cells, **row)
 
 
 def seen_broken(error: BrokenImageError) -> Seen:
@@ -139,12 +148,17 @@ def measure(image: Image.Image) -> Seen:
     small = flat.reduce(shrink)
     outline = 1.0 if alpha is None else outline_shown(np.asarray(small), alpha.small)
     small = small.transpose(turn) if turn is not None else small
-    plain = small.convert("L").resize((32, 32), Image.Resampling.BOX)
-    hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
     pixels = np.asarray(small, dtype=np.int16)
-    cells = np.asarray(small.resize((MAP_SIDE, MAP_SIDE), Image.Resampling.BOX))
+    borders = find_borders(pixels)
+    inner = inside(small, borders)
+    plain = inner.convert("L").resize((32, 32), Image.Resampling.BOX)
+    hashes = perceptual_hashes(np.asarray(plain, dtype=np.float64))
+    cells = np.asarray(small.resize((CELLS_SIDE, CELLS_SIDE), Image.Resampling.BOX))
     samples = cells.reshape(-1, 3).astype(np.float64)
     spreads = (samples * samples).mean(axis=0) - samples.mean(axis=0) ** 2
+    noise = noise_levels(flat)
+    edge, smear = sharpness_of(flat, noise)
+    exposure = exposure_of(pixels)
     return Seen(
         format=kind,
         frames=frames,
@@ -153,15 +167,23 @@ def measure(image: Image.Image) -> Seen:
         outline=round(outline, 4),
         transparent=0.0 if alpha is None else round(alpha.transparent, 4),
         spread=round(float(np.sqrt(max(0.0, spreads.max()))), 3),
-        edge=round(edge_width(some_lines(flat)), 3),
+        edge=round(edge, 3),
+        smear=round(smear, 3),
+        noise=round(noise, 3),
+        peak=exposure.peak,
+        burnt=round(exposure.burnt, 4),
+        clipped=round(exposure.clipped, 4),
+        pixel_side=round(pixel_side(flat), 3),
+        has_few_levels=has_few_levels(flat),
+        has_status_bar=turn is None and has_status_bar(flat),
         quality=quality,
         blocks=round(block_steps(middle(flat)), 3),
-        borders=find_borders(pixels),
-        collage=has_panels(pixels) or has_panels(pixels.transpose(1, 0, 2)),
+        borders=borders,
+        collage=find_panels(pixels),
         hash=hashes[0],
         mirror_hash=hashes[1],
-        thumb=small.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
-        edges=edge_map(cells),
+        thumb=inner.resize((THUMB_SIDE, THUMB_SIDE), Image.Resampling.BOX).tobytes(),
+        cells=(cells.astype(np.uint16).sum(axis=2) // 3).astype(np.uint8).tobytes(),
         turn=orientation,
         deep_peak=int(np.asarray(flat.getextrema()).max()) if is_deep else 255,
     )
@@ -178,31 +200,16 @@ def measure_mask(image: Image.Image) -> Seen:
     return replace(seen, turn=orientation, doubt=doubt, alpha=(darkest, brightest))
 
 
-def edge_map(cells: NDArray[np.uint8]) -> bytes:
-    """Where gray rises or falls by more than MAP_STEP from a cell [64, 64, 3] to its right and to its lower neighbor.
-
-    Four packed planes of bits, compressed to about 1.4 kB: rises and falls to the right, then downward.
-    """
-    gray = cells.astype(np.int16).sum(axis=2)
-    steps = np.stack([np.diff(gray, axis=1, append=gray[:, -1:]), np.diff(gray, axis=0, append=gray[-1:])])
-    planes = np.stack([steps > 3 * MAP_STEP, steps < -3 * MAP_STEP], axis=1)
-    return zlib.compress(np.packbits(planes).tobytes(), 6)
-
-
-def read_edge_map(data: bytes) -> NDArray[np.int8] | None:
-    """The signs [2, 64, 64] of an `edge_map`: to the right and downward; None for anything else."""
-    try:
-        packed = zlib.decompressobj().decompress(data, MAP_BYTES)
-    except zlib.error:
-        return None
-    if len(packed) != MAP_BYTES:
-        return None
-    planes = np.unpackbits(np.frombuffer(packed, dtype=np.uint8)).reshape(2, 2, MAP_SIDE, MAP_SIDE).astype(np.int8)
-    return np.asarray(planes[:, 0] - planes[:, 1], dtype=np.int8)
+def inside(small: Image.Image, borders: Borders) -> Image.Image:
+    """What is left of an image without its borders."""
+    width, height = small.size
+    left, top = round(borders.left * width), round(borders.top * height)
+    right, bottom = width - round(borders.right * width), height - round(borders.bottom * height)
+    return small.crop((left, top, right, bottom)) if borders else small
 
 
 class AlphaMeasures(NamedTuple):
-    """An image's opacity: the least and the most, the share of its pixels that are not opaque, and a small copy [h, w]."""
+    """An image's opacity: the least and the most, its mean transparency, 0 to 1, and a small copy [h, w]."""
 
     levels: tuple[int, int]
     transparent: float
@@ -216,7 +223,7 @@ def measure_alpha(image: Image.Image, shrink: int) -> AlphaMeasures | None:
         return None
     counts = np.array(alpha.histogram())
     levels = counts.nonzero()[0]
-    transparent = 1.0 - float(counts[255]) / max(1, int(counts.sum()))
+    transparent = 1.0 - float(counts @ np.arange(256)) / 255 / max(1, int(counts.sum()))
     return AlphaMeasures((int(levels[0]), int(levels[-1])), transparent, np.asarray(alpha.reduce(shrink)))
 
 
@@ -243,61 +250,6 @@ def jpeg_quality(image: Image.Image) -> int:
         return 100
     scale = 100.0 * sum(tables[0]) / STANDARD_LUMA
     return int(np.clip(round(5000.0 / scale if scale > 100.0 else (200.0 - scale) / 2.0), 1, 100))
-
-
-def some_lines(flat: Image.Image) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """About LINES evenly spread rows [N, W] and columns [M, H] of an image in gray."""
-    width, height = flat.size
-    rows = flat.resize((width, min(LINES, height)), Image.Resampling.NEAREST).convert("L")
-    columns = flat.resize((min(LINES, width), height), Image.Resampling.NEAREST).convert("L")
-    return np.asarray(rows), np.ascontiguousarray(np.asarray(columns).T)
-
-
-def middle(flat: Image.Image) -> NDArray[np.uint8]:
-    """The part of an image [H, W] in gray that blocks are looked for in."""
-    left, top = max(0, (flat.width - PATCH) // 2), max(0, (flat.height - PATCH) // 2)
-    box = (left, top, min(flat.width, left + PATCH), min(flat.height, top + PATCH))
-    return np.asarray(flat.crop(box).convert("L"))
-
-
-def edge_width(lines: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> float:
-    """Width in pixels of the sharpest tenth of the strong edges along `some_lines` of an image.
-
-    Each monotone run of values is an edge: its width is its rise over its steepest step, so
-    a clean step has 1 and one blurred by a Gaussian 2.5 σ. Flat areas hold no edge and do
-    not count, and slow gradients do not hide sharp lines. 0 when there are fewer than
-    FEWEST_EDGES.
-    """
-    levels = np.sort(lines[0][:, :: max(1, lines[0].shape[1] // LINES)], axis=None)
-    low, high = levels[len(levels) // 50], levels[-1 - len(levels) // 50]
-    least = max(24.0, 0.3 * (float(high) - float(low)))
-    widths = np.concatenate([_edges(each, least) for each in lines])
-    return float(np.sort(widths)[int(EDGE_SHARE * len(widths))]) if len(widths) >= FEWEST_EDGES else 0.0
-
-
-def _edges(lines: NDArray[np.uint8], least: float) -> NDArray[np.float64]:
-    """Widths of the monotone runs of each line [N, L] that rise or fall by `least` at least."""
-    if lines.shape[1] < 2:
-        return np.zeros(0)
-    values = lines.astype(np.int16)
-    steps = np.diff(values, axis=1, append=values[:, -1:])  # a step of 0 between two lines
-    flat, heights = steps.ravel(), values.ravel()
-    first = np.zeros(steps.shape, dtype=bool)
-    first[:, 0] = True
-    moving = np.flatnonzero((flat != 0) | first.ravel())
-    signs = np.sign(flat[moving])
-    turned = np.flatnonzero((signs[1:] != signs[:-1]) | first.ravel()[moving][1:]) + 1
-    starts = moving[np.concatenate(([0], turned))]
-    ends = np.append(starts[1:], len(flat) - 1)
-    # The value after a line's last step of 0 is the line's own last one.
-    ends = np.where(first.ravel()[ends], ends - 1, ends)
-    rises = np.abs(heights[ends] - heights[starts])
-    strong = np.flatnonzero(rises >= least)
-    if not len(strong):
-        return np.zeros(0)
-    bounds = np.stack([starts[strong], ends[strong]], axis=1).ravel()
-    steepest = np.maximum.reduceat(np.abs(flat), bounds)[::2]
-    return np.asarray(rises[strong] / np.maximum(steepest, 1), dtype=np.float64)
 
 
 def block_steps(part: NDArray[np.uint8]) -> float:
@@ -394,12 +346,15 @@ def _begins(small: Gray, first: int, last: int) -> bool:
     )
 
 
-def has_panels(small: Gray) -> bool:
-    """Whether a small image [H, W, 3] is divided from top to bottom, as a collage is: by a seam or by a gutter."""
+def find_panels(small: Gray) -> Panels:
+    """How a small image [H, W, 3] is divided as a collage is: by a gutter or crossing seams, by one seam, or not."""
     if max(small.shape[:2]) < SEAM_SIDE or min(small.shape[:2]) < SEAM_SIDE // 6:
-        return False
-    rows = np.ascontiguousarray(small[:: max(1, len(small) // LINES)])  # all of them would take four times as long
-    return _has_seam(rows) or _has_gutter(rows)
+        return ""
+    ways = [np.ascontiguousarray(each[:: max(1, len(each) // LINES)]) for each in (small, small.transpose(1, 0, 2))]
+    seams = sum(_has_seam(rows) for rows in ways)
+    if seams == len(ways) or any(_has_gutter(rows) for rows in ways):
+        return "panels"
+    return "seam" if seams else ""
 
 
 def _has_seam(small: Gray) -> bool:
@@ -446,7 +401,7 @@ def _has_gutter(small: Gray) -> bool:
 
 
 @functools.cache
-def _cosines() -> NDArray[np.float64]:
+def cosines() -> NDArray[np.float64]:
     places = (np.arange(32) + 0.5) * np.pi / 32
     return np.cos(np.arange(8)[:, None] * places[None, :])
 
@@ -457,8 +412,8 @@ def perceptual_hashes(gray: NDArray[np.float64]) -> tuple[int, int]:
     The signs of the 8×8 lowest frequencies of the cosine transform against their median
     without the mean; mirroring turns the odd ones along the width.
     """
-    cosines = _cosines()
-    waves = cosines @ gray @ cosines.T
+    waves_of = cosines()
+    waves = waves_of @ gray @ waves_of.T
     waves[0, 0] = 0.0
     mirrored = waves * np.where(np.arange(8) % 2, -1.0, 1.0)[None, :]
     return _bits(waves), _bits(mirrored)
