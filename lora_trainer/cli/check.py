@@ -19,7 +19,7 @@ from lora_trainer.data.sources.places import named_places
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 from lora_trainer.dataset_check.image_texts import NOT_INSTALLED, can_read, find_texts
 from lora_trainer.monitor.console import Console
-from lora_trainer.run.caption_agreement import CaptionExaminer
+from lora_trainer.run.caption_agreement import CaptionExaminer, find_text_encoder
 from lora_trainer.run.counting import counting
 from lora_trainer.run.inputs import (
     arithmetic,
@@ -58,11 +58,12 @@ def check_command(
     3."""
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
-    agreement = CaptionAgreement(reason="--quick opens no image") if config.model.path else NOT_COMPARED
+    compares = bool(config.model.path) or find_text_encoder(config) is not None
+    agreement = CaptionAgreement(reason="--quick opens no image") if compares else NOT_COMPARED
     examiner = CaptionExaminer(config, agreement)
 
     def examine(report: DataReport) -> list[Finding]:
-        found = examiner(report) if config.model.path and decode else []
+        found = examiner(report) if compares and decode else []
         if decode and can_read():
             with counting() as count:
                 found += find_texts(report.samples, count("images read for text"))

@@ -124,4 +124,4 @@ def _cut(caption: str) -> str:
     return repr(caption if len(caption) <= SHOWN_LETTERS else f"{caption[: SHOWN_LETTERS - 1]}…")
 
 
-NOT_COMPARED = CaptionAgreement(reason="no --model was named")
+NOT_COMPARED = CaptionAgreement(reason="no --model was named, and no gates.encoder")

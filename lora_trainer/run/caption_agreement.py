@@ -1,4 +1,7 @@
-"""Compare captions with their images by the base model: what `check --model` does beside the checks without a model."""
+"""Compare captions with their images: what `check --model` does beside the checks without a model.
+
+By the base model, or by `gates.encoder` where that is a model of images and texts, such as CLIP.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lora_trainer.core.errors import DatasetRefused, UsageError
+from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
 from lora_trainer.data.captions import canonical, settled
+from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.views import plan_plain
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement, Doubt
 from lora_trainer.models.folder import read_config
+from lora_trainer.models.text_matcher import reads_texts
+from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.counting import JUDGED, counting
 from lora_trainer.run.inputs import caption_rules, data_in_use, read_model, trained_framings
 
 if TYPE_CHECKING:  # torch is loaded where the base model is
+    from pathlib import Path
+
     from lora_trainer.config.schema import Config
     from lora_trainer.core.findings import Finding
     from lora_trainer.data.sample import Sample
@@ -52,7 +60,7 @@ class CaptionExaminer:
 
 @data_in_use()
 def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgreement:
-    """Compare each image's caption with those of other images by the base model. Nothing is downloaded.
+    """Compare each image's caption with those of other images by the encoder or the base model. Nothing is downloaded.
 
     `samples` are those without an error. What keeps it from being measured is the `reason`.
     """
@@ -63,11 +71,49 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
         few = f"only {different} distinct captions, and at least {FEWEST_DIFFERENT} are needed"
         return CaptionAgreement(reason=few if different > 1 else "all captions are alike", of_images=len(every))
     config = config.model_copy(update={"run": config.run.model_copy(update={"offline": True})})
+    chosen = every[:: -(-len(every) // MOST_IMAGES)]
     try:
-        found = _compare(config, read_model(config, say=silent), every[:: -(-len(every) // MOST_IMAGES)])
+        encoder = find_text_encoder(config)
+        if encoder is not None:
+            found = _compare_by_encoder(encoder, chosen)
+        else:
+            found = _compare(config, read_model(config, say=silent), chosen)
     except (UsageError, DatasetRefused) as error:
         found = CaptionAgreement(reason=str(error.problems[0]))
     return replace(found, of_images=len(every))
+
+
+def find_text_encoder(config: Config) -> Path | None:
+    """The folder of `gates.encoder` where its model reads texts too. Raises UsageError for what is no image encoder."""
+    encoder = find_encoder(config, say=silent)
+    return encoder.path if encoder is not None and reads_texts(encoder.path) else None
+
+
+def _compare_by_encoder(folder: Path, chosen: Sequence[Sample]) -> CaptionAgreement:
+    """By a model of images and texts: all images with all captions."""
+    import numpy as np
+    import torch
+
+    from lora_trainer.evaluation.caption_fit import compare_fits
+    from lora_trainer.evaluation.likeness import differ
+    from lora_trainer.models.text_matcher import load_text_matcher
+
+    if not differ([sample.caption for sample in chosen]):
+        return CaptionAgreement(reason="all captions have the same words")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    places = list({sample.caption: place for place, sample in enumerate(chosen)}.values())
+    mismatches = load_text_matcher(folder, [chosen[place].caption for place in places], device)
+    losses = []
+    with counting() as count:
+        progress = count(JUDGED)
+        for done, sample in enumerate(chosen, 1):
+            try:
+                losses.append(mismatches(load_rgb(sample.path, sample.span)).double().numpy())
+            except BrokenImageError as error:
+                raise UsageError(Problem(error.code, f"{sample.path} {error.message}", error.fix)) from error
+            progress(done, len(chosen))
+    found = compare_fits(np.stack(losses), places, [sample.caption for sample in chosen])
+    return _summarized(chosen, [range(len(chosen))], [places], [found])
 
 
 def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample]) -> CaptionAgreement:
@@ -77,7 +123,6 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     from lora_trainer.evaluation.caption_fit import (
         caption_losses,
         compare_fits,
-        mean_share,
         passes,
     )
     from lora_trainer.evaluation.compute import Compute
@@ -123,6 +168,18 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         compute = Compute(dtype, device, usable_bytes(config, device), progress=count(JUDGED))
         found = with_less(compare, compute)
     free_memory(device)
+    return _summarized(chosen, groups, captions, found)
+
+
+def _summarized(
+    chosen: Sequence[Sample],
+    groups: Sequence[range],
+    captions: Sequence[Sequence[int]],
+    found: Sequence[CaptionComparison],
+) -> CaptionAgreement:
+    """What the comparisons of groups of images say, each with captions at these places."""
+    from lora_trainer.evaluation.caption_fit import mean_share
+
     share = mean_share([value for each in found for value in each.own])
     return CaptionAgreement(
         share.value,

@@ -107,7 +107,7 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.Capture
     paths = write_shapes(tmp_path / "shapes", 5)
     assert check(capsys, str(paths[0].parent))["caption_agreement"] == {
         "measured": False,
-        "reason": "no --model was named",
+        "reason": "no --model was named, and no gates.encoder",
     }
     for path in paths:
         path.with_suffix(".txt").write_text("a shape")

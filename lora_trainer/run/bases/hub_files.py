@@ -16,6 +16,15 @@ from lora_trainer.models.vision_encoder import PROCESSORS
 from lora_trainer.models.weight_files import weights_of
 
 ENCODER = "encoder"  # an image encoder, which is all of a repository
+# What a model of images and texts, such as CLIP, reads captions with.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+)
 PART = re.compile(
     r"unet|transformer|vae|scheduler|processor|text_conditioner|t5_tokenizer|(?:text_encoder|tokenizer)(?:_[2-9])?"
 )
@@ -75,7 +84,7 @@ def choose_parts(
             lacking.append(f"{place}{config} is missing")
         if part == ENCODER:
             described = [name for name in PROCESSORS if name in inside]
-            small += described
+            small += [*described, *(name for name in TEXT_FILES if name in inside)]
             lacking += [] if described else [f"{PROCESSORS[0]} is missing"]
         if part in CONFIGS or part in left_out or not weights:
             continue
