@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")  # a folder without one reads no text
 PART = 0.8  # of an image's sides, of the five parts that are seen beside the whole
 CORNERS = ((0.0, 0.0), (1.0, 0.0), (0.5, 0.5), (0.0, 1.0), (1.0, 1.0))  # of what is left over
 
 # An image and K captions -> how little each suits, [K, V]: 1 - cosine, for each of the image's V views.
 Mismatches = Callable[["Image.Image"], "Tensor"]
-
-
-def reads_texts(folder: Path) -> bool:
-    """Whether the model of a folder, which is an image encoder, reads texts too. No torch."""
-    has_tokenizer = any((folder / name).exists() for name in TOKENIZERS)
-    return has_tokenizer and "text_config" in read_config(folder, "config.json")
 
 
 def load_text_matcher(folder: Path, captions: Sequence[str], device: torch.device) -> Mismatches:
@@ -44,7 +37,7 @@ def load_text_matcher(folder: Path, captions: Sequence[str], device: torch.devic
     with explaining_folder(folder, config.get("architectures") or (), EXPECTED):
         from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-        processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
+        image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **LOCAL)
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         model: Any = load_pretrained(AutoModel, folder, device, stored_numbers).float().requires_grad_(False)
         longest = min(tokenizer.model_max_length, model.config.text_config.max_position_embeddings)
@@ -57,7 +50,7 @@ def load_text_matcher(folder: Path, captions: Sequence[str], device: torch.devic
 
     @torch.no_grad()
     def mismatches(image: Image.Image) -> Tensor:
-        inputs = processor(images=views_of(image), return_tensors="pt").to(device)
+        inputs = image_processor(images=views_of(image), return_tensors="pt").to(device)
         seen = model.get_image_features(**inputs)
         features = normalize(seen.pooler_output, dim=1)
         return (1.0 - texts @ features.T).cpu()

@@ -17,7 +17,6 @@ from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.views import plan_plain
 from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement, Doubt
 from lora_trainer.models.folder import read_config
-from lora_trainer.models.text_matcher import reads_texts
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.counting import JUDGED, counting
@@ -36,6 +35,7 @@ if TYPE_CHECKING:  # torch is loaded where the base model is
 MOST_IMAGES = 48  # of a dataset, evenly spread
 IMAGES_TOGETHER = 24  # each with the captions of all of these
 FEWEST_DIFFERENT = 4  # captions; fewer give no interval
+TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")  # an encoder without one reads no text
 LARGE_ON_CPU = 100_000_000  # weights of a denoiser; with more, comparing takes hours on a CPU
 
 
@@ -86,7 +86,9 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
 def find_text_encoder(config: Config) -> Path | None:
     """The folder of `gates.encoder` where its model reads texts too. Raises UsageError for what is no image encoder."""
     encoder = find_encoder(config, say=silent)
-    return encoder.path if encoder is not None and reads_texts(encoder.path) else None
+    if encoder is None or not any((encoder.path / name).exists() for name in TOKENIZERS):
+        return None
+    return encoder.path if "text_config" in read_config(encoder.path, "config.json") else None
 
 
 def _compare_by_encoder(folder: Path, chosen: Sequence[Sample]) -> CaptionAgreement:

@@ -19,14 +19,6 @@ DIRECTIONS = 8  # of half a turn
 SQUARE, INSIDE = 512, 0.7  # side in pixels; share of it that lies inside in every direction
 
 
-def some_lines(flat: Image.Image) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """About LINES evenly spread rows [N, W] and columns [M, H] of an image in gray."""
-    width, height = flat.size
-    rows = flat.resize((width, min(LINES, height)), Image.Resampling.NEAREST).convert("L")
-    columns = flat.resize((min(LINES, width), height), Image.Resampling.NEAREST).convert("L")
-    return np.asarray(rows), np.ascontiguousarray(np.asarray(columns).T)
-
-
 def middle(flat: Image.Image) -> NDArray[np.uint8]:
     """The part of an image [H, W] in gray that blocks are looked for in."""
     left, top = max(0, (flat.width - PATCH) // 2), max(0, (flat.height - PATCH) // 2)
@@ -41,7 +33,7 @@ def sharpness_of(flat: Image.Image, noise: float) -> tuple[float, float]:
     """
     side = GRAIN_SIDE if noise > GRAIN and min(flat.size) >= GRAIN_SIDE * FEWEST_EDGES else 1
     gray = flat.convert("L").reduce(side) if side > 1 else flat
-    return side * edge_width(some_lines(gray)), side * widest_edges(gray)
+    return side * edge_width(gray), side * widest_edges(gray)
 
 
 def widest_edges(flat: Image.Image) -> float:
@@ -74,16 +66,19 @@ def widest_edges(flat: Image.Image) -> float:
     return shrink * max(widths)
 
 
-def edge_width(lines: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> float:
-    """Width in pixels of the sharpest tenth of the strong edges along `some_lines` of an image.
+def edge_width(flat: Image.Image) -> float:
+    """Width in pixels of the sharpest tenth of the strong edges along about LINES evenly spread rows and columns of an image.
 
     Each monotone run of values is an edge: its width is its rise over its steepest step, so
     a clean step has 1 and one blurred by a Gaussian 2.5 σ. Flat areas hold no edge and do
     not count, and slow gradients do not hide sharp lines. 0 when there are fewer than
     FEWEST_EDGES.
     """
-    least = _least_rise(lines[0])
-    return _sharpest(np.concatenate([_edges(each, least) for each in lines]))
+    width, height = flat.size
+    rows = np.asarray(flat.resize((width, min(LINES, height)), Image.Resampling.NEAREST).convert("L"))
+    columns = np.asarray(flat.resize((min(LINES, width), height), Image.Resampling.NEAREST).convert("L"))
+    least = _least_rise(rows)
+    return _sharpest(np.concatenate([_edges(rows, least), _edges(np.ascontiguousarray(columns.T), least)]))
 
 
 def _least_rise(gray: NDArray[np.uint8]) -> float:
