@@ -58,7 +58,7 @@ def check_command(
     3."""
     if problems := target_problems(config, page, fix, decode=decode):
         raise UsageError(problems)
-    compares = bool(config.model.path) or find_text_encoder(config) is not None
+    compares = bool(config.model.path) or (decode and find_text_encoder(config, weights=False) is not None)
     agreement = CaptionAgreement(reason="--quick opens no image") if compares else NOT_COMPARED
     examiner = CaptionExaminer(config, agreement)
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 STRENGTHS = (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 LEVEL = 0.95
-FRESH = 16  # samples of a chosen candidate that took no part in the choice; unrelated prompts have two seeds each
+FRESH = 16  # samples of a chosen candidate that took no part in the choice, in rounds as long as the others
 
 
 def compared_effort() -> Effort:
@@ -132,8 +132,12 @@ def compare_candidates(
         fresh = None
         if chosen != candidates[0]:
             compute.say(f"measuring {chosen.name} again, with other seeds")
-            again = contest.measure(chosen, candidates, range(effort.most, effort.most + FRESH))
-            fresh = None if again is None else contest.parts_of(again, looks=1)
+            again = Evidence((), ())
+            for start in range(effort.most, effort.most + FRESH, effort.round):
+                more = contest.measure(chosen, candidates, range(start, start + effort.round))
+                if more is not None:
+                    again = Evidence((*again.subject, *more.subject), (*again.unrelated, *more.unrelated))
+            fresh = contest.parts_of(again, looks=1) if again.subject else None
         cost = Cost(contest.passes, round(time.monotonic() - began, 2))
     choice = LoraChoice(ordered, chosen, cost, gate.minimum, fresh)
     return replace(choice, advice=advice_on(choice))

@@ -47,7 +47,7 @@ LEAST_FOUND = 0.8  # share of the faulty images that must be found, and of the u
 # The faults that each measure is there for.
 MEASURES: Mapping[str, tuple[str, ...]] = {
     "unlike": ("lump", OTHER),
-    "strange": ("lump", OTHER),  # where `unlike` tells nothing
+    "strange": ("lump", OTHER),  # where it tells what `unlike` does not
     "foreign": ("lump", "melted", "swapped", "cut", OTHER),
     "plain": ("lump",),
     "odd": ("melted", "lump"),

@@ -270,19 +270,24 @@ def encoded_texts(
     With guidance, images whose captions are read with control images also have the embedding of an empty one.
     """
     longer = with_added_words(images.every)
-    measured = [*images.every, *longer, *uncounted]
-    new = measured[len(images.every) :]
-    text = read_each(read, [*prompts, *(with_seen(each.caption, each.seen) for each in new)])
-    if is_guided and any(each.seen for each in measured):
-        empties = read_each(read, [with_seen("", each.seen) for each in measured])
-        measured = [replace(each, empty=empty) for each, empty in zip(measured, empties, strict=True)]
-    neutral = {
-        name: torch.stack([row[name] for row in text[: len(prompts)]]).to(compute.device, compute.dtype)
-        for name in text[0]
+    new = [with_seen(each.caption, each.seen) for each in (*longer, *uncounted)]
+    rows = iter(read_each(read, [*prompts, *new]))
+    neutral = [next(rows) for _ in prompts]
+    samples = [*images.every, *(replace(each, cond=next(rows)) for each in longer)]
+    uncounted = [replace(each, cond=next(rows)) for each in uncounted]
+    if is_guided:
+        samples, uncounted = with_empty_captions(read, samples), with_empty_captions(read, uncounted)
+    stacked = {
+        name: torch.stack([row[name] for row in neutral]).to(compute.device, compute.dtype) for name in neutral[0]
     }
-    known, rest = measured[: len(images.every)], measured[len(images.every) :]
-    with_text = [replace(each, cond=row) for each, row in zip(rest, text[len(prompts) :], strict=True)]
-    return EncodedTexts(neutral, [*known, *with_text[: len(longer)]], with_text[len(longer) :])
+    return EncodedTexts(stacked, samples, uncounted)
+
+
+def with_empty_captions(read: EncodeTexts, samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+    """Each sample whose caption is read with control images also has the embedding of an empty caption with them."""
+    seen = [each for each in samples if each.seen]
+    empties = iter(read_each(read, [with_seen("", each.seen) for each in seen]))
+    return [replace(each, empty=next(empties)) if each.seen else each for each in samples]
 
 
 def uncounted_of(images: RealImages, gate: LoraGate, effort: Effort) -> TriggerPrompts:

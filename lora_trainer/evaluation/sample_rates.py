@@ -127,9 +127,12 @@ def away_part(judge: Judge, tested: Tested, unrelated: Sequence[tuple[Look | Non
 
     A sample that the base itself draws like the dataset's images says nothing.
     """
-    measure = next((each for each in ("unlike", "strange") if each in tested.limits), None)
-    if measure is None:
+    measures = [each for each in ("unlike", "strange") if each in tested.limits]
+    if not measures:
         return untold("stays_away", "the dataset's subject from other things", judge)
+    # Of two, one tells lumps and the other other things: that one counts beyond which more of the base's samples are.
+    drawn = [judge.measure(base) for base, _ in unrelated if base is not None]
+    measure = max(measures, key=lambda each: sum(values[each] > tested.limits[each] for values in drawn))
     limit, flags = tested.limits[measure], []
     for base, lora in unrelated:
         after = judge.measure(lora)[measure]

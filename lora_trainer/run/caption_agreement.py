@@ -83,9 +83,12 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
     return replace(found, of_images=len(every))
 
 
-def find_text_encoder(config: Config) -> Path | None:
-    """The folder of `gates.encoder` where its model reads texts too. Raises UsageError for what is no image encoder."""
-    encoder = find_encoder(config, say=silent)
+def find_text_encoder(config: Config, *, weights: bool = True) -> Path | None:
+    """The folder of `gates.encoder` where its model reads texts too; without `weights` only configs are downloaded for it.
+
+    Raises UsageError for what is no image encoder.
+    """
+    encoder = find_encoder(config, weights=weights, say=silent)
     if encoder is None or not any((encoder.path / name).exists() for name in TOKENIZERS):
         return None
     return encoder.path if "text_config" in read_config(encoder.path, "config.json") else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from lora_trainer.evaluation.advice import advice_on
-from lora_trainer.evaluation.choice import choose, compare_candidates, compared
+from lora_trainer.evaluation.choice import FRESH, choose, compare_candidates, compared
 from lora_trainer.evaluation.compute import ON_CPU, Compute
-from lora_trainer.evaluation.evidence import RealImages
+from lora_trainer.evaluation.evidence import RealImages, Studio
 from lora_trainer.evaluation.likeness import Values
 from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
 from lora_trainer.evaluation.lora_choice import Candidate, CandidateScore, LoraChoice
 from lora_trainer.evaluation.part_words import WORDS
+from lora_trainer.evaluation.sample_rates import Unrelated
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
 from lora_trainer.export.lora_file import write_lora
@@ -109,6 +111,37 @@ def test_at_strength_1_a_candidate_is_measured_as_by_the_verdict(lora: Path, bas
     assert [each["strength"] for each in document["candidates"]] == [1.0, 0.2]
     assert document["cost"]["forward_passes"] > 0
     assert document["advice"]
+
+
+def test_a_chosen_candidate_is_measured_with_seeds_that_took_no_part_in_the_choice(
+    lora: Path, base: Path, images: RealImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, int]] = []
+    subject, unrelated = Studio.sample_subject, Studio.sample_unrelated
+
+    def sample_subject(self: Studio, places: Sequence[int], seeds: Sequence[int], captions: Sequence[str]) -> object:
+        drawn.extend(("subject", seed) for seed in seeds)
+        return subject(self, places, seeds, captions)
+
+    def sample_unrelated(self: Studio, number: int, each: int) -> list[Unrelated]:
+        found = unrelated(self, number, each)
+        drawn.extend(("unrelated", sample.seed) for sample in found)
+        return found
+
+    monkeypatch.setattr(Studio, "sample_subject", sample_subject)
+    monkeypatch.setattr(Studio, "sample_unrelated", sample_unrelated)
+    other = Candidate(lora, 6, 0.2)
+    monkeypatch.setattr("lora_trainer.evaluation.choice.choose", lambda scores: other)
+    before = len(drawn)
+    choice = compare_candidates([Candidate(lora, 6), other], base, FAMILY, images, GATE, ON_CPU)
+    assert choice is not None
+    assert choice.chosen == other
+    assert choice.fresh is not None
+    of_both = Counter(drawn[before:])
+    fresh = [each for each in drawn if of_both[each] == 1]
+    assert sum(kind == "subject" for kind, _ in fresh) == FRESH
+    assert any(kind == "unrelated" for kind, _ in fresh)
+    assert not set(drawn[-len(fresh) :]) & set(drawn[: -len(fresh)]), "no seed is used for both"
 
 
 def part(name: str, value: float, spread: Values) -> VerdictPart:

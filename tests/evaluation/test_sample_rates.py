@@ -162,6 +162,19 @@ def test_a_leak_is_half_of_the_way_to_the_dataset() -> None:
     assert counts(away_part(GivenJudge(), TESTED, alone, 1)) == (1, 2), "without the base's, beyond the limit"
 
 
+def test_other_things_count_by_the_measure_that_tells_them() -> None:
+    """Where `unlike` tells lumps alone, the base's samples are not beyond it."""
+
+    class TwoMeasures(GivenJudge):
+        def measure(self, look: Look, without: Collection[int] = ()) -> dict[str, float]:
+            assert look.features is not None
+            return dict(zip(("unlike", "strange"), look.features.tolist(), strict=True))
+
+    tested = JudgeTested({"unlike": 2.0, "strange": 2.0}, FOUND, UNTOUCHED)
+    pairs = [(look_of(1.0, 5.0), look_of(1.0, after)) for after in (5.0, 4.0, 1.0)]
+    assert counts(away_part(TwoMeasures(), tested, pairs, 1)) == (2, 3)
+
+
 def unrelated(place: int, bases: tuple[float, float], lora: Look | float) -> list[Unrelated]:
     """Two seeds of a prompt, as the base draws them, and the same with the LoRA."""
     look = look_of(lora) if isinstance(lora, float) else lora
