@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   lora-trainer caption --list
-  lora-trainer caption ./images --model florence-2-base --output ./captions
+  lora-trainer caption ./images --model florence-2-base --in-place
   lora-trainer caption ./images --model wd-swinv2-v3 --blacklist solo --in-place
   lora-trainer caption ./images --model ./blip --trigger-word sks --in-place
 

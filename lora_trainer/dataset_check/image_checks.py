@@ -188,7 +188,7 @@ def check_contents(context: CheckContext, sample: Sample, fit: ResizeCrop, seen:
         yield finding_of(sample, "uniform", "warning", message, fix)
     if seen.transparent > TRANSPARENT_AREA and sample.mask is None:
         message = f"is {seen.transparent:.0%} transparent, and is laid on white."
-        fix = 'Lay it on the background that is meant, or learn the rest alone with masks = "alpha".'
+        fix = 'Lay it on the background that is meant, or learn the rest alone: masks = "alpha" in the [[data.sources]] of a --config file.'
         yield finding_of(sample, "transparent", "note", message, fix)
     if seen.outline < OUTLINE_SEEN and sample.mask is None:
         message = f"shows {seen.outline:.0%} of its outline: the rest is white, and transparency is laid on white."

@@ -16,6 +16,7 @@ from lora_trainer.run_folder.record import UNFINISHED
 if TYPE_CHECKING:
     from lora_trainer.doctor.run_facts import RunFacts
 
+MOST_NAMED = 12  # files
 REPORTED = "report.html lists what to change"
 AS_RECORDED = ("torch", "diffusers", "peft", "transformers")
 
@@ -71,7 +72,7 @@ def files(run: RunFacts) -> Lines:
             )
             yield error("files", f"{name}: {why}", "as it was written", again)
     if run.checked:
-        shown = ", ".join(run.checked[:6]) + (", …" if len(run.checked) > 6 else "")
+        shown = ", ".join(run.checked[:MOST_NAMED]) + (", …" if len(run.checked) > MOST_NAMED else "")
         yield ok("files", f"{counted(len(run.checked), 'file')} as written: {shown}")
     elif not run.damaged:
         yield warning("files", "no LoRA and no checkpoint", "what the run wrote", "start it again")

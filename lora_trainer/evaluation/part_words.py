@@ -49,7 +49,7 @@ WORDS: Mapping[str, Words] = {
         question="Are its images free of the faults that the judge can tell here?",
         refused="Too many samples are faulty: blurred, noisy, melted, or with parts that are missing or wrong",
         fault="samples are faulty",
-        unit="{} samples are whole",
+        unit="{} samples have none of the faults that the judge tells here",
     ),
     "follows_captions": Words(
         title="Follows captions",

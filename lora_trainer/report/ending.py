@@ -200,7 +200,9 @@ def step_answers(run: RunReport) -> tuple[Answer, ...]:
     if advised is not None and advised != released:
         about = f"The exported file has step {released:,}{of}."
         return (Answer("From which step?", f"{advised:,}", about),)
-    return (Answer("From which step?", f"{released:,}{of}", f"{reason[:1].upper()}{reason[1:]}." if reason else ""),)
+    if reason and "=" not in reason.partition(":")[0]:  # the name of a setting stays as it is typed
+        reason = f"{reason[:1].upper()}{reason[1:]}"
+    return (Answer("From which step?", f"{released:,}{of}", f"{reason}." if reason else ""),)
 
 
 def unmeasured(parts: Sequence[PartInterval]) -> tuple[str, ...]:

@@ -399,6 +399,8 @@ def show_end(record: Record, report: LoraReport, folder: Path, comparison: Path 
             program = "ComfyUI" if path == kohya else "diffusers" if what == "for diffusers" else None
             why = next((each.why for each in _clients(path) if each.name == program), "") if program else ""
             console.print(f"{what:<26}{path}{why and f' ({why})'}", soft_wrap=True, markup=False)
+    if not record.setting("model.path"):
+        console.print("It fits the built-in miniature alone: other models need a LoRA of their own (--model).")
     for name in (file for kind, file in record.files.items() if file and kind.startswith("embedding-")):
         console.print(f"{'learned token':<26}{folder / name} (ComfyUI: models/embeddings)", soft_wrap=True)
 

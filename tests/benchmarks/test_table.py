@@ -41,7 +41,7 @@ def test_the_table_shows_the_progress_of_each_job():
     lines = shown(120, JOBS, one_line=False)
     assert len(lines) == 6
     for row, parts in {
-        1: ("ash", "done", "6/6", "0.1000", "0.98", "0.93", "passed", "1 min 01 s"),
+        1: ("ash", "done", "6/6", "0.1000", "0.98", "passed", "1 min 01 s"),
         2: ("b[red]irch[/]", "running: training", "3/8", "0.2500", "0.5000"),
         3: ("dull", "refused", "0.50", "5 of 10 files (and 1 more)"),
         4: ("elm", "waiting"),
@@ -59,7 +59,7 @@ def test_the_live_table_has_one_line_per_job():
 
 
 def test_a_log_has_a_line_for_each_change():
-    assert line(JOBS[0]) == "ash: done, data 0.98, LoRA passed 0.93, 1 min 01 s"
+    assert line(JOBS[0]) == "ash: done, data 0.98, LoRA passed, 1 min 01 s"
     assert line(JOBS[1]) == "b[red]irch[/]: training, 25 % of 8 steps"
     assert line(JOBS[2]) == "dull: refused, data 0.50: 5 of 10 files (and 1 more)"
     assert line(QueuedJob("x", Path("x"), "running", phase="caching")) == "x: started"
