@@ -107,7 +107,7 @@ ADDED_WORDS = ("red background", "blue background", "white background", "black b
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
-FORMULAS = "6"  # part of every key of what is cached: change it when samples or features are computed differently
+FORMULAS = "7"  # part of every key of what is cached: change it when samples or features are computed differently
 
 
 @dataclass(frozen=True)

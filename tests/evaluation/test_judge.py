@@ -20,6 +20,7 @@ from lora_trainer.evaluation.judge import (
     MEASURES,
     OTHER,
     OTHER_WORDS,
+    TOWARDS_OTHER,
     Judge,
     is_beyond,
     limits_between,
@@ -118,10 +119,10 @@ def test_other_things_are_found_where_lumps_are_not() -> None:
     untouched, plain = [values(0.0)] * 4, planted(1.0, lump={"unlike": -1.0})
     others = {OTHER: [values(-1.0)] + [values(2.0)] * 7}
     found = limits_between(untouched, {**plain, **others})
-    assert found["unlike"] == pytest.approx(2.0 * LENIENT), "though one of them is like the dataset"
-    assert found["strange"] == pytest.approx(LENIENT), "which tells the lumps"
-    both = limits_between(untouched, {**planted(1.0), **others})
-    assert both["unlike"] == pytest.approx(LENIENT)
+    assert found["unlike"] == pytest.approx(2.0 * TOWARDS_OTHER), "though one of them is like the dataset"
+    assert found["strange"] == pytest.approx(2.0 * TOWARDS_OTHER), "the nearer of both limits"
+    both = limits_between(untouched, {**planted(0.5), **others})
+    assert both["unlike"] == pytest.approx(0.5 * LENIENT)
     assert "strange" not in both
 
 
