@@ -20,6 +20,7 @@ def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     (home / "ComfyUI/models/loras").mkdir(parents=True)
     (home / "ComfyUI/models/checkpoints").mkdir()
+    (home / "ComfyUI/custom_nodes").mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
