@@ -240,14 +240,14 @@ def _caption_of(found: FoundImage, request: SourceRequest, reading: SourceReadin
 
 def _captions_needed(found: FoundImage, ending: str, request: SourceRequest) -> str:
     """How an image without a caption gets one, or is trained without."""
-    by_hand = f"Write one into {found.path.stem}{ending}"
-    by_model = "with `lora-trainer caption` (--list names models)"
+    by_hand = f"Write one into {found.path.stem}{ending}."
+    by_model = "Or write all with `lora-trainer caption` (--list names models)."
     if not is_url(request.section.path) and Path(request.section.path).is_dir():
         folder = shlex.quote(request.section.path)
-        by_model = f"with `lora-trainer caption {folder} --model florence-2-base --in-place`"
+        by_model = f"Or write all with `lora-trainer caption {folder} --model florence-2-base --in-place`."
     no_word = request.section.is_reg or request.section.captions is not None  # whose own table replaces the others
-    alone = "" if no_word else "train a trigger word alone: --set captions.trigger_word=WORD; "
-    return f"{by_hand}, or all {by_model}; or {alone}--set data.allow_missing_captions=true trains an empty caption."
+    alone = "" if no_word else "Or train a trigger word alone: --set captions.trigger_word=WORD. "
+    return f"{by_hand} {by_model} {alone}Or train an empty caption: --set data.allow_missing_captions=true."
 
 
 def _chosen(captions: tuple[str, ...], image: Path, request: SourceRequest, reading: SourceReading) -> str:

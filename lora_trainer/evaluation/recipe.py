@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.config.schema.results import SampleSection
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.families import families
 from lora_trainer.core.io import read_json, sha256_file
 from lora_trainer.core.version import __version__
 from lora_trainer.models.base_loras import base_digest
@@ -27,6 +29,18 @@ ANOTHER = "Use another recipe."
 DTYPES = ("float32", "bfloat16", "float16")
 CONTROLS = "control_images_sha256"  # of each file, in the recipes of edit models
 SHORT_HASH = 10  # hex digits of a hash that people compare by eye
+# diffusers' schedulers and AUTOMATIC1111's names of the same samplers.
+SAMPLERS = {
+    "DDIMScheduler": "DDIM",
+    "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "EulerAncestralDiscreteScheduler": "Euler a",
+    "EulerDiscreteScheduler": "Euler",
+    "FlowMatchEulerDiscreteScheduler": "Euler",
+    "HeunDiscreteScheduler": "Heun",
+    "LCMScheduler": "LCM",
+    "LMSDiscreteScheduler": "LMS",
+    "UniPCMultistepScheduler": "UniPC",
+}
 OF_THE_LORA = (
     "lora",
     "lora_sha256",
@@ -275,12 +289,21 @@ def _quoted(text: str) -> str:
 
 
 def parameters(used: Mapping[str, Any], row: ImageRequest, strength: float | None) -> str:
-    """Three lines as AUTOMATIC1111's web UI writes them: prompt with the LoRA's tag, negative prompt, numbers."""
-    lines = [row.prompt]
+    """Three lines as AUTOMATIC1111's web UI writes them: prompt with the LoRA's tag, negative prompt, numbers.
+
+    Brackets are escaped: images are drawn of plain prompts, and the web UI would read `(toy)` as a weight.
+    """
+    prompt, negative = (re.sub(r"[()\[\]]", r"\\\g<0>", text or "") for text in (row.prompt, used["negative"]))
+    lines = [prompt]
     width, height = used["size"]
-    numbers = {"Steps": used["steps"], "Sampler": used["scheduler"].removesuffix("Scheduler")}
+    numbers = {"Steps": used["steps"]}
+    if sampler := SAMPLERS.get(used["scheduler"]):
+        numbers["Sampler"] = sampler
     if used["guidance"] is not None:
-        numbers["CFG scale"] = f"{used['guidance']:g}"
+        guidance = f"{used['guidance']:g}"
+        # Forge has a scale of its own for guidance that is an input of the model.
+        is_input = "guidance" in families().get(used["family"], {}).get("comfyui", {})
+        numbers |= {"CFG scale": 1, "Distilled CFG Scale": guidance} if is_input else {"CFG scale": guidance}
     numbers |= {"Seed": row.seed, "Size": f"{width}x{height}", "Model": _quoted(used["model"])}
     if denoiser := used["model_sha256"].get("unet") or used["model_sha256"].get("transformer"):
         numbers["Model hash"] = denoiser[:SHORT_HASH]
@@ -288,9 +311,9 @@ def parameters(used: Mapping[str, Any], row: ImageRequest, strength: float | Non
         numbers["Clip skip"] = skip
     if strength is not None:
         stem = used["lora"].removesuffix(".safetensors")
-        lines[0] = f"{row.prompt} <lora:{stem}:{strength:g}>"
+        lines[0] = f"{prompt} <lora:{stem}:{strength:g}>"
         numbers["Lora hashes"] = json.dumps(f"{stem}: {used['lora_hash'][:12]}", ensure_ascii=False)
     numbers["Version"] = used["program"]
-    if used["negative"]:
-        lines.append(f"Negative prompt: {used['negative']}")
+    if negative:
+        lines.append(f"Negative prompt: {negative}")
     return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in numbers.items())])

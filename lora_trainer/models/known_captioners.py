@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FILES_OF_CAPTIONERS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+WEIGHTS = "*.safetensors"
+FILES_OF_CAPTIONERS = (WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model")
 ONNX, TAGS = "model.onnx", "selected_tags.csv"  # a WD14 tagger: its network, and the names of its labels
 
 

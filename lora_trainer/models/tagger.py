@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.core.errors import Problem, UsageError, first_line
+from lora_trainer.core.errors import Problem, UsageError, first_line, is_out_of_memory
 from lora_trainer.models.known_captioners import ONNX, TAGS
 from lora_trainer.models.pretrained import LOCAL, load_pretrained
 
@@ -54,8 +54,22 @@ def load_onnx_tagger(folder: Path, threshold: float, blacklist: Collection[str])
     def describe(images: Sequence[Image.Image]) -> list[list[str]]:
         squares = [ImageOps.pad(each, (side, side), Image.Resampling.BICUBIC, color=WHITE) for each in images]
         pixels = np.stack([np.asarray(each, dtype=np.float32)[:, :, ::-1] for each in squares])
-        shares = session.run([made.name], {given.name: pixels})[0]  # [B, labels]
-        return [tags_of(row, labels, threshold, blacklist) for row in shares.tolist()]
+        # Some networks take a fixed number of images: the last ones are filled up with black.
+        batch = shape[0] if isinstance(shape[0], int) and shape[0] > 0 else len(images)
+        pixels = np.pad(pixels, ((0, -len(images) % batch), (0, 0), (0, 0), (0, 0)))
+        try:
+            rows = [
+                row
+                for start in range(0, len(pixels), batch)
+                for row in session.run([made.name], {given.name: pixels[start : start + batch]})[0].tolist()  # [labels]
+            ]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            message = f"{path} cannot be run: {first_line(error)}."
+            fix = "Try a smaller --batch-size, or another tagger."
+            raise UsageError(Problem("captioner_invalid", message, fix)) from error
+        return [tags_of(row, labels, threshold, blacklist) for row in rows[: len(images)]]
 
     return describe
 
@@ -109,8 +123,12 @@ def _labels(folder: Path, named: dict[int, str]) -> list[str]:
     names = [str(named[place]) for place in sorted(named)]
     path = folder / TAGS
     if path.is_file():
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        try:
+            with open(path, encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+        except (UnicodeError, csv.Error) as error:
+            message = f"{path} cannot be read as a table in UTF-8: {first_line(error)}."
+            raise UsageError(Problem("captioner_invalid", message, "Copy or download it again.")) from error
         if len(rows) != len(names) or any("name" not in row for row in rows):
             message = f"{path} names {len(rows)} labels; the model has {len(names)}."
             raise UsageError(Problem("captioner_invalid", message, "Copy both from the same place."))

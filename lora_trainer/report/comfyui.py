@@ -6,6 +6,7 @@ quality and another composition.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,8 +58,10 @@ def workflow_of(recipe: Mapping[str, Any], lora: str, model: str) -> dict[str, N
     if (skip := recipe["text"].get("clip_skip")) is not None:
         clip = [workflow.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-skip), 0]
     image, guidance = recipe["images"][0], recipe["guidance"] or NO_GUIDANCE
-    positive: Output = [workflow.add("CLIPTextEncode", "Prompt", text=image["prompt"], clip=clip), 0]
-    negative = workflow.add("CLIPTextEncode", "Negative prompt", text=recipe["negative"] or "", clip=clip)
+    # Images are drawn of plain prompts; ComfyUI would read `(toy)` as a weight.
+    prompt, unwanted = (re.sub(r"[()]", r"\\\g<0>", text or "") for text in (image["prompt"], recipe["negative"]))
+    positive: Output = [workflow.add("CLIPTextEncode", "Prompt", text=prompt, clip=clip), 0]
+    negative = workflow.add("CLIPTextEncode", "Negative prompt", text=unwanted, clip=clip)
     if node := loaders.get("guidance"):  # the guidance scale is an input of the model
         positive = [workflow.add(node, conditioning=positive, guidance=guidance), 0]
         guidance = NO_GUIDANCE

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError, nearest
-from lora_trainer.models.known_captioners import KNOWN_CAPTIONERS, ONNX, TAGS, KnownCaptioner
+from lora_trainer.models.known_captioners import KNOWN_CAPTIONERS, ONNX, TAGS, WEIGHTS, KnownCaptioner
 from lora_trainer.models.weight_files import weights_of
 from lora_trainer.run.bases.hub_refusals import explaining_refusals
+from lora_trainer.run.bases.hub_requests import cached_repository
 from lora_trainer.run.bases.names import HubModel
 
+IMAGE_READERS = {"preprocessor_config.json", "processor_config.json"}
+TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"}
 ROOM = 1.02  # of what is downloaded: sizes are rounded, and file systems need some for themselves
 
 
@@ -55,7 +58,10 @@ def find_captioner(named: str, *, offline: bool, consent: Callable[[str], bool],
         message = f"{named} ({known.repository}, {size}) is not in the Hugging Face cache ({cache})"
         fix = "Run once without --offline (and without HF_HUB_OFFLINE), or name a folder of the model."
         raise UsageError(Problem("offline", f"{message}, and offline nothing is downloaded.", fix))
-    needed, free = known.gigabytes * 1e9, free_bytes(cache)
+    snapshots = cached_repository(known.repository) / "snapshots"
+    # Of the unfinished files of a stopped download nothing is used again (huggingface_hub 2.4).
+    arrived = {path.resolve() for pattern in known.files for path in snapshots.glob(f"*/{pattern}") if path.is_file()}
+    needed, free = known.gigabytes * 1e9 - sum(path.stat().st_size for path in arrived), free_bytes(cache)
     if needed * ROOM > free:
         message = f"{named} needs {size}, and the disk of {cache} has {size_words(free)} free."
         raise UsageError(Problem("disk_full", message, "Free some space, or set HF_HOME to a folder on another disk."))
@@ -68,6 +74,8 @@ def find_captioner(named: str, *, offline: bool, consent: Callable[[str], bool],
     say(f"downloading {known.repository}: {size} to {cache}")
     hub = HubModel(known.repository, known.revision)
     with explaining_refusals(hub):
+        # Small files come first: where the weights are here, a stopped download has left nothing out.
+        download(known.repository, known.revision, [each for each in known.files if each != WEIGHTS])
         folder = download(known.repository, known.revision, known.files)
     if not _is_whole(known, folder):
         message = f"{hub} has no complete set of {' and '.join(known.files[:2])}."
@@ -76,7 +84,7 @@ def find_captioner(named: str, *, offline: bool, consent: Callable[[str], bool],
 
 
 def download(repository: str, revision: str | None, files: Sequence[str], *, offline: bool = False) -> Path:
-    """A repository's files at its top, matched by patterns, in the Hugging Face cache. A cut download is resumed."""
+    """A repository's files at its top, matched by patterns, in the Hugging Face cache. A file that is there is not downloaded again."""
     from huggingface_hub import snapshot_download
 
     return Path(
@@ -101,4 +109,5 @@ def _is_whole(known: KnownCaptioner, folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     if known.writes == "tags":
         return {ONNX, TAGS} <= names
-    return "config.json" in names and bool(weights_of(names))
+    readers = IMAGE_READERS & names and TOKENIZERS & names
+    return bool("config.json" in names and readers and weights_of(names))

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +57,8 @@ def find_wanted(
     Captions are written into `output`, without it next to the images. With a `journal` all images are wanted, existing
     captions too, except those that are done by its account.
 
-    Names of kohya folders do not count as captions. Raises UsageError for data that is not a folder, and for an
-    `output` inside the data, where only `--in-place` may write.
+    Names of kohya folders do not count as captions. Raises UsageError for data that is not a folder, for an `output`
+    inside the data, where only `--in-place` may write, and for images whose captions would have the same file.
     """
     problems = [
         Problem(
@@ -67,15 +67,19 @@ def find_wanted(
         for folder in folders
         if not folder.is_dir()
     ]
-    for folder in folders if output is not None else ():
-        if output is not None and output.resolve().is_relative_to(folder.resolve()):
-            fix = "Use a folder outside of it, or --in-place to write next to the images."
-            problems.append(Problem("output_inside_data", f"{output} is inside the dataset {folder}.", fix))
+    if output is not None:
+        fix = "Use a folder outside of it, or --in-place to write next to the images."
+        problems += [
+            Problem("output_inside_data", f"{output} is inside the dataset {folder}.", fix)
+            for folder in folders
+            if output.resolve().is_relative_to(folder.resolve())
+        ]
     if problems:
         raise UsageError(problems)
     wanted: list[Wanted] = []
     unusable: list[tuple[Path, str]] = []
     existing = 0
+    first_images: dict[Path, Path] = {}  # by target
     done = set() if journal is None else journal.read()
     for number, folder in enumerate(folders):
         found, unreadable = _images(folder, number)
@@ -87,8 +91,9 @@ def find_wanted(
             path = each.path
             name = path.with_suffix(".txt") if stems[path.with_suffix("")] == 1 else path.with_name(path.name + ".txt")
             target = name if place is None else place / name.relative_to(folder)
+            is_written = journal is not None or (each.caption is None and path not in unreadable)
             if journal is None:
-                has_caption = each.caption is not None or path in unreadable or os.path.exists(target)
+                has_caption = not is_written or os.path.exists(target)
                 if path in unreadable:
                     unusable.append((path, unreadable[path]))
                 elif each.caption is not None and not "".join(each.caption).strip():
@@ -99,10 +104,17 @@ def find_wanted(
                 if place is None and files[own] == 1 and ending_of(own.name) in CAPTION_ENDINGS:
                     target = own
                 has_caption = str(target) in done
+            first = first_images.setdefault(target, path) if is_written else path
+            if first != path and first.resolve() != path.resolve():
+                fix = "Caption one folder at a time, each into an --output of its own, or rename one of the images."
+                problems.append(Problem("caption_shared", f"{first} and {path} would both get {target}.", fix))
             if has_caption:
                 existing += 1
             else:
                 wanted.append(Wanted(path, target))
+    if problems:
+        more = f" So would {len(problems) - 1} more." if len(problems) > 1 else ""
+        raise UsageError(replace(problems[0], message=problems[0].message + more))
     return wanted, existing, unusable
 
 

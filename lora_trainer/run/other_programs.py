@@ -89,17 +89,20 @@ def copy_beside(lora: Path, folder: Path) -> Path:
 def with_files_for_programs(order: Order, record: Record) -> Record:
     """The record with a ComfyUI workflow and a text for A1111 that draw the first sample; without samples as it was.
 
-    Nothing reads the built-in miniature, so its LoRA has none. What cannot be written is left out.
+    Nothing reads the built-in miniature, so its LoRA has none; nor has one of an edit model, whose control images both lack.
+    What cannot be written is left out.
     """
     name, drawn = record.files.get("kohya"), order.folder / "samples" / f"{BEFORE_AFTER}.json"
     if name is None or not record.files.get(BEFORE_AFTER) or order.config.model.path is None:
         return record
-    from lora_trainer.evaluation.recipe import parameters, rows_of
+    from lora_trainer.evaluation.recipe import CONTROLS, parameters, rows_of
     from lora_trainer.report.comfyui import workflow_of
 
     files = dict(record.files)
     with suppress(OSError, ValueError, KeyError, TypeError, UsageError):
         recipe = read_json(drawn)
+        if CONTROLS in recipe:
+            return record
         lora = PurePath(record.copied_to or name).name
         strength = next((each for each in recipe["strengths"] if each), 1.0)
         model = file_of_model(order.config.model.path)

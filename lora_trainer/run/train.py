@@ -212,7 +212,7 @@ def nothing_to_do(order: Order, record: Record, *, dry_run: bool = False) -> Run
     if record.status == "done" and order.config.run.copy_to and is_main_process() and not dry_run:
         record = with_copy(order, record)
         if record.copied_to is not None:
-            record.write(order.folder)
+            record = finish(order, with_files_for_programs(order, record))  # they name the copy
             order.console.print(f"copied to {record.copied_to}", markup=False, soft_wrap=True)
     if ended_early(order, record):
         order.console.print(
@@ -435,7 +435,7 @@ def conclude(order: Order, outcome: Outcome, seconds: float) -> RunResult:
     record = replace(record, status=status, exit_code=code)
     if refused and record.reason is None:
         record = replace(record, reason=" ".join(report.reasons))
-    if not refused and is_main_process():
+    if not refused:
         record = with_copy(order, record)
     record = finish(order, with_files_for_programs(order, record))
     show_end(record, report, folder, outcome.comparison, order.console)

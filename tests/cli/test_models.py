@@ -63,6 +63,14 @@ def problem_codes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return run
 
 
+def install_comfyui(folder: Path) -> Path:
+    """What tells a folder of ComfyUI from others that hold models."""
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "comfy/sd.py").touch()
+    (folder / "models/loras").mkdir(parents=True)
+    return folder
+
+
 def write_checkpoint(path: Path) -> Path:
     """What tells a checkpoint of SD 1.5 from other files."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +153,7 @@ def test_a_name_of_the_list_is_no_path_and_is_answered_with_the_id(capsys: pytes
 def test_files_of_other_programs_are_found_and_used(
     hub: LocalHub, computer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comfyui = computer / "ComfyUI"
+    comfyui = install_comfyui(computer / "ComfyUI")
     own = write_checkpoint(comfyui / "models/checkpoints/v1-5-pruned-emaonly.safetensors")
     other = write_checkpoint(comfyui / "models/checkpoints/anime.safetensors")
     write({"lora_down.weight": torch.zeros(1, 1)}, comfyui / "models/checkpoints/lora.safetensors")
@@ -162,10 +170,10 @@ def test_files_of_other_programs_are_found_and_used(
 def test_a_denoiser_alone_is_used_with_its_program_s_text_encoders(
     computer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    install_comfyui(computer / "ComfyUI")
     own = write_checkpoint(computer / "ComfyUI/models/diffusion_models/v1-5-pruned.safetensors")
     encoders = computer / "ComfyUI/models/text_encoders"
     encoders.mkdir()
-    (computer / "ComfyUI/models/loras").mkdir()
     got = document(capsys, "get", "sd15")
     assert got["arguments"] == f"--model {own} --set model.text_encoders={encoders}"
 
@@ -173,8 +181,9 @@ def test_a_denoiser_alone_is_used_with_its_program_s_text_encoders(
 def test_a_part_that_a_checkpoint_lacks_is_named_where_a_program_has_it(
     computer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("loras", "text_encoders", "vae"):
-        (computer / "ComfyUI/models" / name).mkdir(parents=True)
+    install_comfyui(computer / "ComfyUI")
+    for name in ("text_encoders", "vae"):
+        (computer / "ComfyUI/models" / name).mkdir()
     own = computer / "own.safetensors"
     write(unet_checkpoint(tiny_pipeline(computer / "words", "sd15"), "sd15"), own)
     tensors = {key: value for key, value in load_file(own).items() if not key.startswith("cond_stage_model.")}
@@ -184,13 +193,13 @@ def test_a_part_that_a_checkpoint_lacks_is_named_where_a_program_has_it(
 
 
 def test_a_variable_and_extra_model_paths_name_other_folders(computer: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    comfyui, shared = tmp_path / "my comfy", tmp_path / "shared"
-    (comfyui / "models/loras").mkdir(parents=True)
+    comfyui, shared = install_comfyui(tmp_path / "my comfy"), tmp_path / "shared"
     extra = f"a111:\n  base_path: {shared}\n  checkpoints: |\n    one\n    two\nbroken: 3\n"
     (comfyui / "extra_model_paths.yaml").write_text(extra)
     (shared / "two").mkdir(parents=True)
     monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
     (computer / "stable-diffusion-webui/models/Lora").mkdir(parents=True)
+    (computer / "stable-diffusion-webui/webui.py").touch()
     first, second = find_programs()
     assert (first.folder, first.loras) == (comfyui, comfyui / "models/loras")
     assert first.model_folders(("checkpoints",)) == [shared / "two"]
@@ -198,6 +207,21 @@ def test_a_variable_and_extra_model_paths_name_other_folders(computer: Path, tmp
     for text in ("a: [", "3", "!!python/object:os.system x"):
         (comfyui / "extra_model_paths.yaml").write_text(text)
         assert first.model_folders(("checkpoints",)) == []
+
+
+def test_a_folder_of_models_is_no_program_and_the_current_folder_comes_last(
+    computer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("checkpoints", "loras", "Lora", "Stable-diffusion"):
+        (computer / "models" / name).mkdir(parents=True)
+        (computer / "ComfyUI/models" / name).mkdir(parents=True)
+    assert find_programs() == []
+    desktop = computer / "Documents/ComfyUI"
+    for name in ("models/checkpoints", "custom_nodes"):
+        (desktop / name).mkdir(parents=True)
+    here = install_comfyui(tmp_path / "here")
+    monkeypatch.chdir(here)
+    assert [program.folder for program in find_programs()] == [desktop, here]
 
 
 def test_a_model_is_downloaded_once_and_then_listed(hub: LocalHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -395,6 +395,8 @@ def test_runs_samples_and_gate_read_captions_with_control_images(bench, qwen, mo
     assert measured["parts"]["works"]["value"] == 1.0
     assert measured["numbers"]["judge"]["found"], "samples are compared with the images"
     assert json.loads((bench.folder("cat") / "samples" / "before_after.json").read_text())["images"][0]["controls"]
+    # A workflow for other programs would lack the control image.
+    assert not {"comfyui", "a1111"} & set(json.loads((bench.folder("cat") / "run.json").read_text())["files"])
     lora = bench.folder("cat") / "cat.safetensors"
     adapter = read_lora(lora)
     assert adapter.metadata["modelspec.architecture"] == "Qwen-Image-Edit-Plus/lora"

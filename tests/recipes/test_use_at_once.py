@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from lora_trainer.core.families import families
+from lora_trainer.data.prompt_weights import parse_weights, plain
+from lora_trainer.evaluation.recipe import parameters, rows_of
 from lora_trainer.report.comfyui import workflow_of
 from lora_trainer.run.other_programs import copy_beside, file_of_model
 from tests.recipes.recipe import Bench, record
@@ -20,6 +22,7 @@ def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     (home / "ComfyUI/models/loras").mkdir(parents=True)
     (home / "ComfyUI/models/checkpoints").mkdir()
+    (home / "ComfyUI/custom_nodes").mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
@@ -82,6 +85,26 @@ def test_a_run_leaves_its_lora_in_comfyui_with_a_workflow(bench: Bench, comfyui:
     assert len(list((comfyui / "models/loras").iterdir())) == 2
 
 
+def test_a_finished_run_that_is_copied_names_the_copy_everywhere(bench: Bench, comfyui: Path) -> None:
+    (comfyui / "models/loras/cat.safetensors").write_bytes(b"of somebody else")
+    settings = {"gates__lora_check": "lite", "data__resolution": 64}
+    assert bench.run("cat", **settings) == 0
+    folder = bench.folder("cat")
+    before = record(folder)
+    assert before["copied_to"] is None
+    assert bench.run("cat", "--copy-to", "comfyui", "--resume", **settings) == 0
+    found = record(folder)
+    copy = comfyui / "models/loras/cat-2.safetensors"
+    assert found["copied_to"] == str(copy)
+    assert {key for key in found if found[key] != before[key]} <= {"copied_to", "config", "origins", "changed"}
+    workflow = json.loads((folder / found["files"]["comfyui"]).read_text("utf-8"))
+    assert inputs_of(workflow, "LoraLoader")["lora_name"] == "cat-2.safetensors"
+    assert "<lora:cat-2:1>" in (folder / found["files"]["a1111"]).read_text("utf-8")
+    page = (folder / "report.html").read_text("utf-8")
+    assert "&lt;lora:cat-2:1&gt;" in page
+    assert str(copy) in page
+
+
 def test_a_refused_lora_is_not_copied(bench: Bench, comfyui: Path) -> None:
     code = bench.run("cat", "--copy-to", "comfyui", command="produce", gates__lora=1, optimizer__learning_rate=1e-9)
     assert code == 4
@@ -117,21 +140,71 @@ def test_copies_are_numbered_and_never_twice(tmp_path: Path) -> None:
     assert copy_beside(lora, target).name == "cat-5.safetensors"
 
 
+RECIPE: dict[str, Any] = {
+    "program": "lora_trainer",
+    "family": "sd15",
+    "model": "base",
+    "model_sha256": {},
+    "lora": "cat.safetensors",
+    "lora_hash": "0" * 64,
+    "strengths": [0.0, 0.8],
+    "images": [{"prompt": "a cat", "seed": 7}],
+    "negative": None,
+    "steps": 20,
+    "guidance": 3.5,
+    "size": [512, 768],
+    "scheduler": "DDIMScheduler",
+    "scheduler_config": {},
+    "text": {"clip_skip": 2},
+}
+
+
+def numbers_of(recipe: dict[str, Any]) -> dict[str, str]:
+    """The last line of A1111's text."""
+    line = parameters(recipe, rows_of(recipe)[0], None).splitlines()[-1]
+    return dict(each.split(": ", 1) for each in line.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "sampler"),
+    [
+        ("EulerAncestralDiscreteScheduler", "Euler a"),
+        ("DPMSolverMultistepScheduler", "DPM++ 2M"),
+        ("FlowMatchEulerDiscreteScheduler", "Euler"),
+        ("DEISMultistepScheduler", None),
+    ],
+)
+def test_the_text_names_a_sampler_as_the_web_ui_does(scheduler: str, sampler: str | None) -> None:
+    assert numbers_of({**RECIPE, "scheduler": scheduler}).get("Sampler") == sampler
+
+
+def test_guidance_that_is_an_input_of_the_model_is_no_cfg_scale() -> None:
+    flux = numbers_of({**RECIPE, "family": "flux"})
+    assert (flux["CFG scale"], flux["Distilled CFG Scale"]) == ("1", "3.5")
+    for family in ("sd15", "chroma", "other"):
+        numbers = numbers_of({**RECIPE, "family": family})
+        assert numbers["CFG scale"] == "3.5"
+        assert "Distilled CFG Scale" not in numbers
+    assert "CFG" not in str(numbers_of({**RECIPE, "family": "flux", "guidance": None}))
+
+
+def test_brackets_of_a_prompt_are_no_weights_elsewhere() -> None:
+    recipe = {**RECIPE, "images": [{"prompt": "(toy) [red:1.2] cat (a:2)", "seed": 7}], "negative": "(blurry)"}
+    text = parameters(recipe, rows_of(recipe)[0], 0.8)
+    prompt, negative, _ = text.splitlines()
+    assert plain(prompt) == "(toy) [red:1.2] cat (a:2) <lora:cat:0.8>"
+    assert {weight for _, weight in parse_weights(prompt)} == {1.0}
+    assert negative == r"Negative prompt: \(blurry\)"
+    workflow = workflow_of(recipe, "cat.safetensors", "base.safetensors")
+    assert workflow is not None
+    texts = {node["inputs"]["text"] for node in workflow.values() if node["class_type"] == "CLIPTextEncode"}
+    assert texts == {r"\(toy\) [red:1.2] cat \(a:2\)", r"\(blurry\)"}  # ComfyUI has no square brackets
+
+
 @pytest.mark.parametrize("family", [name for name, document in families().items() if "comfyui" in document])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_the_workflow_of_each_family_is_whole(family: str, prediction: str) -> None:
-    recipe = {
-        "family": family,
-        "strengths": [0.0, 0.8],
-        "images": [{"prompt": "a cat", "seed": 7}],
-        "negative": None,
-        "steps": 20,
-        "guidance": 3.5,
-        "size": [512, 768],
-        "scheduler": "FlowMatchEulerDiscreteScheduler",
-        "scheduler_config": {"shift": 3.0, "prediction_type": prediction},
-        "text": {"clip_skip": 2},
-    }
+    recipe = {**RECIPE, "family": family, "scheduler_config": {"shift": 3.0, "prediction_type": prediction}}
     workflow = workflow_of(recipe, "cat.safetensors", "base.safetensors")
     assert workflow is not None
     assert linked_nodes(workflow) == set(workflow)

@@ -38,6 +38,7 @@ class LocalHub:
     xet_data: dict[str, bytes] = field(default_factory=dict)  # in place of what is true
     listing: dict[str, Any] = field(default_factory=dict)  # in place of what is true
     ranged: bool = True  # whether range ends, and ranges of checkpoints, are respected
+    resumes: bool = True  # whether a range without an end is respected
     headers: dict[str, str] = field(default_factory=dict)  # in place of what is true
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
@@ -95,7 +96,7 @@ class Answer(BaseHTTPRequestHandler):
         if data is None:
             return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
         first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-        if last and not self.hub.ranged:
+        if not (self.hub.ranged if last else self.hub.resumes):
             first = last = ""
         begin, end = int(first or 0), int(last or len(data) - 1) + 1
         known = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'} | self.hub.headers

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,27 @@ def test_a_name_that_is_too_long_is_skipped_and_the_rest_continues(tmp_path: Pat
     assert [path.name for path, _ in done.broken] == [f"{longer}.jpg", f"{longer}.png"]
     assert "too long" in done.broken[0][1]
     assert sorted(path.name for path in tmp_path.glob("*.txt")) == [f"{long}.txt", "c.txt"]
+
+
+def test_images_that_would_share_a_caption_file_are_refused(tagger: Path, tmp_path: Path) -> None:
+    output = tmp_path / "captions"
+    one, two = tmp_path / "one/img", tmp_path / "two/img"
+    draw(one / "cat.png", two / "cat.png", two / "dog.png")
+    for journal in (None, OverwriteJournal.of_command(tmp_path)):
+        with pytest.raises(UsageError) as caught:
+            find_wanted([one, two], output, journal)
+        assert [each.code for each in caught.value.problems] == ["caption_shared"]
+    assert main(["caption", str(one), str(two), "--model", str(tagger), "--output", str(output)]) == 2
+    assert not output.exists()
+    # Beside the images, and where one of them needs no caption, each has its own file.
+    assert len(find_wanted([one, two], None)[0]) == 3
+    (one / "cat.txt").write_text("mine", encoding="utf-8")
+    assert [each.image for each in find_wanted([one, two], output)[0]] == [two / "cat.png", two / "dog.png"]
+    # The same folder twice is one set of images.
+    assert {each.image for each in find_wanted([two, two], output)[0]} == {two / "cat.png", two / "dog.png"}
+    draw(tmp_path / "three/cat.jpg", tmp_path / "three/cat.png", tmp_path / "three/cat.png.webp")
+    with pytest.raises(UsageError):
+        find_wanted([tmp_path / "three"], None)
 
 
 def test_captions_of_an_image_folder_count_as_captions(tmp_path: Path) -> None:
@@ -386,6 +408,37 @@ def test_a_wd14_tagger_reads_bgr_squares_with_white_borders(tmp_path: Path) -> N
         assert [each.code for each in caught.value.problems] == ["model_not_loaded"]
 
 
+def test_a_wd14_tagger_with_a_fixed_batch_size_is_sent_such_batches(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    images = [Image.new("RGB", (40, 40), color) for color in ("blue", "red", "blue")]
+    for batch in (1, 2, 4):
+        folder = tiny_captioners.wd14(tmp_path / str(batch), [-10.0, 2.0], batch)
+        (folder / "selected_tags.csv").write_text("name,category\nblue,0\ntree,0\n", encoding="utf-8")
+        found = load_captioner(folder, CPU, CaptionOptions())
+        assert found.describe(images) == [["blue, tree"], ["tree"], ["blue, tree"]]
+
+
+def test_a_wd14_tagger_that_cannot_be_used_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    folder = tiny_captioners.wd14(tmp_path / "wd14", [-10.0, 2.0])
+    names = folder / "selected_tags.csv"
+    for text in (b"name,category\ncaf\xe9,0\ntree,0\n", b"name,category\ncat,0\n"):
+        names.write_bytes(text)
+        with pytest.raises(UsageError) as caught:
+            load_captioner(folder, CPU, CaptionOptions())
+        assert [each.code for each in caught.value.problems] == ["captioner_invalid"]
+    names.write_bytes(b"name,category\ncat,0\ntree,0\n")
+    found = load_captioner(folder, CPU, CaptionOptions())
+
+    def fail(*_: object) -> None:
+        raise onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument("a kernel is missing")
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", fail)
+    with pytest.raises(UsageError) as caught:
+        found.describe([Image.new("RGB", (40, 40))])
+    assert [each.code for each in caught.value.problems] == ["captioner_invalid"]
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [({"prompt": "x", "length": "long"}, 2), ({"max_tokens": 3}, 1), ({"candidates": 2}, 1)],
@@ -486,10 +539,10 @@ def test_known_captioners_are_listed_with_size_and_license(checkout: Path, capsy
 
 
 @pytest.fixture
-def hub(tagger: Path, tmp_path: Path) -> Iterator[LocalHub]:
+def hub(writer: Path, tmp_path: Path) -> Iterator[LocalHub]:
     """A hub with a model in the place of one that is known by name."""
     with local_hub(tmp_path / "hf") as running:
-        running.holds("florence-community/Florence-2-base", tagger)
+        running.holds("florence-community/Florence-2-base", writer)
         running.repositories["florence-community/Florence-2-base"] |= {"pytorch_model.bin": b"pickle", "own.py": b"x"}
         yield running
 
@@ -499,7 +552,7 @@ def test_a_known_captioner_is_downloaded_with_consent_and_later_found(
 ) -> None:
     data = tmp_path / "data"
     draw(data / "a.png", data / "b.png")
-    command = ["caption", str(data), "--model", "florence-2-base", "--in-place"]
+    command = ["caption", str(data), "--model", "florence-2-base", "--in-place", "--max-tokens", "4"]
     # Without a terminal nobody can agree: nothing is downloaded or written.
     assert main(command) == 2
     error = capsys.readouterr().err
@@ -532,11 +585,38 @@ def test_a_known_captioner_is_downloaded_with_consent_and_later_found(
     assert hub.requests == []
 
 
+def test_a_download_that_stopped_at_a_small_file_is_completed(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(*, offline: bool = False) -> Path:
+        return find_captioner("florence-2-base", offline=offline, consent=lambda about: True, say=[].append)
+
+    hub.status["tokenizer_config.json"] = (403, "")
+    with pytest.raises(UsageError):
+        find()
+    assert "model.safetensors" not in hub.fetched()
+    hub.status.clear()
+    folder = find()
+    names = {path.name for path in folder.iterdir()}
+    # Another program left files out: the disk needs room for these alone.
+    for missing in ("tokenizer.json", "preprocessor_config.json"):
+        (folder / missing).unlink()
+        with pytest.raises(UsageError):
+            find(offline=True)
+        gigabytes = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
+        small = replace(KNOWN_CAPTIONERS["florence-2-base"], gigabytes=gigabytes)
+        with monkeypatch.context() as patch:
+            patch.setitem(KNOWN_CAPTIONERS, "florence-2-base", small)
+            patch.setattr("lora_trainer.run.captioner_files.free_bytes", lambda folder: 10)
+            assert find() == folder
+        assert {path.name for path in find(offline=True).iterdir()} == names
+
+
 def test_in_a_terminal_the_user_is_asked(
     hub: LocalHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw(tmp_path / "data" / "a.png")
-    command = ["caption", str(tmp_path / "data"), "--model", "florence-2-base", "--in-place"]
+    command = ["caption", str(tmp_path / "data"), "--model", "florence-2-base", "--in-place", "--max-tokens", "4"]
     monkeypatch.setattr("lora_trainer.cli.caption.is_terminal", lambda stream: True)
     for answer, code in (("", 2), ("no\n", 2), ("y\n", 0)):
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))

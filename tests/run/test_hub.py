@@ -149,6 +149,23 @@ def test_a_connection_that_breaks_is_opened_again_at_the_last_byte(hub: LocalHub
     assert (found.folder / UNET).read_bytes() == FILES[UNET]
 
 
+def test_a_server_without_ranges_sends_an_interrupted_file_whole(hub: LocalHub) -> None:
+    hub.resumes = False
+    hub.cut[UNET] = [4000, 6000]
+    found = base()
+    assert file_requests(hub) == ["", "bytes=4000-", "bytes=6000-"]
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+
+
+def test_a_partial_file_that_is_too_long_is_downloaded_anew(hub: LocalHub) -> None:
+    blobs = hub_module.cached_repository(NAME) / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(FILES[UNET]).hexdigest()}.part").write_bytes(b"x" * (len(FILES[UNET]) + 1))
+    found = base()
+    assert file_requests(hub) == [""]
+    assert (found.folder / UNET).read_bytes() == FILES[UNET]
+
+
 def test_a_connection_that_only_breaks_is_given_up(hub: LocalHub) -> None:
     hub.cut[UNET] = [3000] * 20
     assert codes_of() == ["hub_unreachable"]
@@ -331,6 +348,14 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(hub: LocalHub, monke
     monkeypatch.setattr(hub_module, "free_bytes", lambda folder: 2000)
     assert "has 2 KB free" in refused()
     assert hub.fetched() == ["model_index.json"]
+
+
+def test_a_full_disk_counts_what_has_arrived(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.cut[UNET] = [9000] * 20
+    assert codes_of() == ["hub_unreachable"]
+    hub.cut.clear()
+    monkeypatch.setattr(hub_module, "free_bytes", lambda folder: 2000)
+    assert base().whole
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,10 @@ def florence2(folder: Path) -> Path:
     return save(folder, model, reader)
 
 
-def wd14(folder: Path, biases: Sequence[float], side: int = 16) -> Path:
+def wd14(folder: Path, biases: Sequence[float], batch: int | str = "batch") -> Path:
     """A network in ONNX: the mean color of a square, times nothing, plus one bias for each label, as probabilities."""
     folder.mkdir()
-    labels = len(biases)
+    labels, side = len(biases), 16
 
     def tensor(name: str, dims: Sequence[int], values: Sequence[float]) -> bytes:
         data = struct.pack(f"<{len(values)}f", *values)
@@ -196,8 +196,8 @@ def wd14(folder: Path, biases: Sequence[float], side: int = 16) -> Path:
         # Blue is first in BGR: the first label rises with it.
         field(5, tensor("weight", [3, labels], [0.1, *[0.0] * (3 * labels - 1)])),
         field(5, tensor("bias", [labels], biases)),
-        field(11, value("pixels", ["batch", side, side, 3])),
-        field(12, value("shares", ["batch", labels])),
+        field(11, value("pixels", [batch, side, side, 3])),
+        field(12, value("shares", [batch, labels])),
     ]
     model = number(1, 8) + field(8, number(2, 13)) + field(7, b"".join(graph))
     (folder / "model.onnx").write_bytes(model)

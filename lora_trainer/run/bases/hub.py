@@ -199,7 +199,8 @@ def _fetch_all(model: HubModel, commit: str, names: Iterable[str], sizes: Mappin
     """Fetch what is not here yet. Raises UsageError before the first when the disk has no room for all of them."""
     folder = _storage(model) / "snapshots" / commit
     left = {name: sizes[name] for name in names if not (folder / name).exists()}
-    needed, free = sum(left.values()), free_bytes(folder)
+    arrived = sum(part.stat().st_size for part in (_storage(model) / "blobs").glob("*.part"))
+    needed, free = max(0, sum(left.values()) - arrived), free_bytes(folder)
     if needed * ROOM > free:
         message = (
             f"{model} needs {size_words(needed)}, and the disk of {_storage(model).parent} has {size_words(free)} free."

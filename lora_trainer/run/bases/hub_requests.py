@@ -104,7 +104,7 @@ def fetch_file(model: HubModel, commit: str, name: str, size: int, say: Say) -> 
                 blob.unlink()
         if not blob.exists():
             _download(model, commit, name, part, size, say)
-            if differs := _differs(part, etag):
+            if differs := "size" if part.stat().st_size != size else _differs(part, etag):
                 part.unlink()
                 message = f"{name} of {model} came with other bytes than the hub says (its {differs} differs)."
                 fix = "Run the same command again: the file is downloaded anew."
@@ -173,6 +173,7 @@ def _download(model: HubModel, commit: str, name: str, part: Path, size: int, sa
     with open(part, "ab") as file:
         if file.tell() > size:
             file.truncate(0)
+            file.seek(0)
         with _progress_lines(name, size, say)(initial=file.tell()) as progress:
             while (begin := file.tell()) < size:
                 about = _metadata(model, commit, name, size, say)
@@ -203,6 +204,7 @@ def _append(url: str, headers: Mapping[str, str], file: Any, size: int, progress
         hf_raise_for_status(answer)
         if begin and answer.status_code != 206:  # a server without ranges sends all of it again
             file.truncate(0)
+            file.seek(0)  # `tell` is how much has arrived
             progress.update(-begin)
         for chunk in answer.iter_raw():
             file.write(chunk[: size - file.tell()])

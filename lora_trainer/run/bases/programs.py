@@ -35,6 +35,8 @@ USUAL_PLACES = {
         "stable-diffusion-webui",
     ),
 }
+# Of its code, or what it makes where its code lies elsewhere (ComfyUI Desktop): a folder `models` alone may be anybody's.
+OWN_FILES: Mapping[str, tuple[str, ...]] = {COMFYUI: ("comfy/sd.py", "custom_nodes"), FORGE: ("webui.py",)}
 RENTED = (Path("/workspace"), Path("/opt"))
 BASES: Mapping[str, tuple[str, ...]] = {
     COMFYUI: ("checkpoints", "diffusion_models", "unet"),
@@ -91,7 +93,7 @@ def find_programs(environment: Mapping[str, str] | None = None) -> list[Program]
         named = [Path(variables[variable]).expanduser()] if variables.get(variable) else []
         roots = (Path.cwd(), Path.cwd().parent, Path.home(), *RENTED)
         usual = [root / place for root in roots for place in USUAL_PLACES[kind]]
-        for folder in (*named, Path.cwd(), *usual):
+        for folder in (*named, *usual, Path.cwd()):
             if is_program(kind, folder):
                 found.setdefault(folder.resolve(), Program(kind, folder.resolve()))
     return list(found.values())
@@ -116,7 +118,8 @@ def find_files(programs: list[Program]) -> list[FoundModel]:
 def is_program(kind: str, folder: Path) -> bool:
     """Whether a folder is a program's own, not just one of that name."""
     try:
-        return any((folder / "models" / name).is_dir() for name in (LORAS[kind], BASES[kind][0]))
+        has_models = any((folder / "models" / name).is_dir() for name in (LORAS[kind], BASES[kind][0]))
+        return has_models and any((folder / name).exists() for name in OWN_FILES[kind])
     except OSError:
         return False
 
