@@ -189,7 +189,7 @@ def _compare(
     is_swapped = config.memory.blocks_to_swap not in ("auto", 0)
     is_swapped |= usable is not None and weights * dtype.itemsize > LARGEST_SHARE_OF_GPU * usable
     if before_run and (weights > LARGE_BEFORE_RUN or is_swapped):
-        why = "does not fit on the GPU at once" if is_swapped else f"has {weights / 1e9:.1f} billion weights"
+        why = "comes to the GPU in parts" if is_swapped else f"has {weights / 1e9:.1f} billion weights"
         return CaptionAgreement(reason=f"{facts.name} {why}: `lora-trainer check DATA --model MODEL` compares them")
 
     encoded = encode_by_base(config, model, chosen, plan_plain(chosen, trained_framings(config, facts)), device)

@@ -21,7 +21,7 @@ from lora_trainer.data.manifest import read_manifest
 from lora_trainer.data.sample import Sample
 from lora_trainer.dataset_check.doubts import CaptionAgreement, Doubt
 from lora_trainer.evaluation.caption_fit import compare_fits, mean_share
-from lora_trainer.run import caption_agreement
+from lora_trainer.run import caption_agreement, choices
 from lora_trainer.run_folder.record import Record
 
 COLORS = ("red", "green", "blue", "purple", "orange", "white", "yellow", "black")
@@ -231,15 +231,16 @@ def test_a_comparison_that_fails_ends_no_run(
 
 
 @pytest.mark.parametrize(
-    ("most_weights", "swapped"),
-    [(10, 0), (10**10, 1)],
+    ("most_weights", "swapped", "usable"),
+    [(10, 0, None), (10**10, 1, None), (10**10, 0, 2**20)],
 )
 def test_a_large_or_swapped_base_is_not_asked_before_a_run(
-    most_weights: int, swapped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    most_weights: int, swapped: int, usable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shapes(tmp_path / "shapes", 6)
     samples = read_manifest([tmp_path / "shapes"])[0].samples
     monkeypatch.setattr(caption_agreement, "LARGE_BEFORE_RUN", most_weights)
+    monkeypatch.setattr(choices, "usable_bytes", lambda config, device: usable)
     config = Config.model_validate({"memory": {"blocks_to_swap": swapped}})
     found = caption_agreement.measure_agreement(config, samples, before_run=True)
     assert found.value is None
