@@ -21,6 +21,7 @@ Values = NDArray[np.float64]
 WINDOWS = ((1.0, (0.5,)), (0.92, (0.0, 0.5, 1.0)), (0.85, (0.0, 0.5, 1.0)), (0.78, (0.5,)))
 WINDOW_BITS = 12  # of 64, between an image and a window of another; copies cut to 85 % anywhere had 12 at most
 MOST_LAID, MOST_AWAY = 4, 5000  # others that an image is laid on; places in order between two that are compared
+CHUNK = 128  # images measured at once
 STEPS, SETTLED = 12, 0.01  # of an alignment; cells
 PLAIN_SIDES = 6.0  # levels, standard deviation of the cells at an image's sides: less is a plain background
 TINT = 9.0  # levels between the mean colors, without their brightness, of an image and a copy
@@ -36,39 +37,40 @@ def find_cut(cells: Sequence[bytes], tints: Values, leaders: NDArray[np.int64]) 
 
     `cells` are `Seen.cells`; images without them are left out. `tints` [N, 3] are mean colors less their mean.
     """
-    usable = np.array([place for place, each in enumerate(cells) if len(each) == CELLS_SIDE**2], dtype=np.int64)
-    gray = np.frombuffer(b"".join(cells[place] for place in usable), dtype=np.uint8)
-    gray = gray.reshape(-1, CELLS_SIDE, CELLS_SIDE)
-    sides = np.concatenate([gray[:, 0], gray[:, -1], gray[:, :, 0], gray[:, :, -1]], axis=1)
-    open_sides = sides.std(axis=1) > PLAIN_SIDES
-    usable, gray = usable[open_sides], gray[open_sides]
-    if len(usable) < 2:
-        return []
-    details = np.stack([_details(each.astype(np.float64)) for each in gray])
-    parts = details.reshape(-1, 8, CELLS_SIDE // 8, 8, CELLS_SIDE // 8).std(axis=(2, 4))
-    rich = (parts > DETAIL_STEP).mean(axis=(1, 2)) >= DETAIL
-    usable, gray, details = usable[rich], gray[rich], details[rich]
-    tints = tints[usable]
-    hashes, windows = _window_hashes(gray)
+    usable = [place for place, each in enumerate(cells) if len(each) == CELLS_SIDE**2]
+    kept, hashed = [np.empty(0, dtype=np.int64)], [np.empty((len(_windows()), 0), dtype=np.uint64)]
+    for start in range(0, len(usable), CHUNK):
+        places = np.array(usable[start : start + CHUNK], dtype=np.int64)
+        gray = np.stack([_values(cells[place]) for place in places])
+        sides = np.concatenate([gray[:, 0], gray[:, -1], gray[:, :, 0], gray[:, :, -1]], axis=1)
+        parts = _details(gray).reshape(-1, 8, CELLS_SIDE // 8, 8, CELLS_SIDE // 8).std(axis=(2, 4))
+        rich = (sides.std(axis=1) > PLAIN_SIDES) & ((parts > DETAIL_STEP).mean(axis=(1, 2)) >= DETAIL)
+        kept.append(places[rich])
+        hashed.append(_window_hashes(gray[rich]))
+    chosen, hashes = np.concatenate(kept), np.concatenate(hashed, axis=1)
+    leaders, tints = leaders[chosen], tints[chosen]
     found: set[tuple[int, int]] = set()
-    for place in range(len(usable)):
-        first = max(0, place - MOST_AWAY)
-        bits = np.bitwise_count(hashes[first : place + MOST_AWAY + 1] ^ hashes[place, 0])
-        nearest = bits.min(axis=1)
-        nearest[leaders[usable[first : place + MOST_AWAY + 1]] == leaders[usable[place]]] = 64
-        nearest[np.abs(tints[first : place + MOST_AWAY + 1] - tints[place]).max(axis=1) > TINT] = 64
+    for place, own in enumerate(chosen.tolist()):
+        first, last = max(0, place - MOST_AWAY), place + MOST_AWAY + 1
+        bits = np.bitwise_count(hashes[:, first:last] ^ hashes[0, place])
+        nearest = bits.min(axis=0)
         near = np.flatnonzero(nearest <= WINDOW_BITS)
+        near = near[leaders[first + near] != leaders[place]]
+        near = near[np.abs(tints[first + near] - tints[place]).max(axis=1) <= TINT]
         for other in near[np.argsort(nearest[near], kind="stable")][:MOST_LAID].tolist():
-            start = windows[int(bits[other].argmin())]
-            if _agrees(gray[place], gray[first + other], details[place], details[first + other], start):
-                one, two = sorted((int(usable[place]), int(usable[first + other])))
-                found.add((one, two))
+            whole = int(chosen[first + other])
+            if _agrees(_values(cells[own]), _values(cells[whole]), _windows()[int(bits[:, other].argmin())]):
+                found.add((min(own, whole), max(own, whole)))
     return sorted(found)
 
 
-def _window_hashes(gray: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], list[Values]]:
-    """pHashes [N, windows] of the windows of each image, the whole first; and each window as a matrix of `_agrees`."""
-    hashes, windows = [], []
+def _values(cells: bytes) -> Values:
+    return np.frombuffer(cells, dtype=np.uint8).reshape(CELLS_SIDE, CELLS_SIDE).astype(np.float64)
+
+
+def _window_hashes(gray: Values) -> NDArray[np.uint64]:
+    """pHashes [windows, N] of the windows of each image [N, 64, 64], in the order of `_windows`."""
+    hashes = []
     for side, offsets in WINDOWS:
         for down in offsets:
             for along in offsets:
@@ -77,9 +79,24 @@ def _window_hashes(gray: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], list[Va
                 waves[:, 0] = 0.0
                 middle = np.sort(waves, axis=1)[:, 31:33].mean(axis=1, keepdims=True)
                 hashes.append(np.packbits(waves > middle, axis=1).view(">u8")[:, 0].astype(np.uint64))
-                shift = ((along - 0.5) * (1.0 - side) * 2.0, (down - 0.5) * (1.0 - side) * 2.0)
-                windows.append(np.array([[side, 0.0, shift[0]], [0.0, side, shift[1]], [0.0, 0.0, 1.0]]))
-    return np.stack(hashes, axis=1), windows
+    return np.stack(hashes)
+
+
+@functools.cache
+def _windows() -> list[Values]:
+    """Each window, the whole first, as a matrix of `_agrees`."""
+    return [
+        np.array(
+            [
+                [side, 0.0, (along - 0.5) * (1.0 - side) * 2.0],
+                [0.0, side, (down - 0.5) * (1.0 - side) * 2.0],
+                [0.0, 0.0, 1.0],
+            ]
+        )
+        for side, offsets in WINDOWS
+        for down in offsets
+        for along in offsets
+    ]
 
 
 @functools.cache
@@ -92,17 +109,21 @@ def _waves_along(side: float, offset: float) -> NDArray[np.float32]:
 
 
 def _smoothed(cells: Values) -> Values:
+    """Of images [N, 64, 64]."""
     for _ in range(2):
-        padded = np.pad(cells, ((2, 2), (0, 0)), mode="edge")
-        cells = ((padded[:-4] + padded[4:] + 4.0 * (padded[1:-3] + padded[3:-1]) + 6.0 * padded[2:-2]) / 16.0).T
+        padded = np.pad(cells, ((0, 0), (2, 2), (0, 0)), mode="edge")
+        near, far = padded[:, 1:-3] + padded[:, 3:-1], padded[:, :-4] + padded[:, 4:]
+        cells = ((far + 4.0 * near + 6.0 * padded[:, 2:-2]) / 16.0).swapaxes(1, 2)
     return cells
 
 
 def _details(cells: Values) -> Values:
-    """What differs from the mean of the 9 × 9 cells around."""
+    """What differs from the mean of the 9 × 9 cells around, of images [N, 64, 64]."""
     smooth = _smoothed(cells)
-    sums = np.pad(np.pad(smooth, 4, mode="edge").cumsum(axis=0).cumsum(axis=1), ((1, 0), (1, 0)))
-    return np.asarray(smooth - (sums[9:, 9:] - sums[:-9, 9:] - sums[9:, :-9] + sums[:-9, :-9]) / 81.0)
+    sums = np.pad(smooth, ((0, 0), (4, 4), (4, 4)), mode="edge").cumsum(axis=1).cumsum(axis=2)
+    sums = np.pad(sums, ((0, 0), (1, 0), (1, 0)))
+    around = sums[:, 9:, 9:] - sums[:, :-9, 9:] - sums[:, 9:, :-9] + sums[:, :-9, :-9]
+    return np.asarray(smooth - around / 81.0)
 
 
 @functools.cache
@@ -125,9 +146,11 @@ def _sampled(cells: Values, places: Values) -> Values:
     return np.asarray(above * (1.0 - down) + below * down)
 
 
-def _agrees(part: NDArray[np.uint8], whole: NDArray[np.uint8], own: Values, others: Values, start: Values) -> bool:
-    """Whether a part lies in the whole, near the window `start`, and its details `own` are `others` there."""
-    placed = _laid(_smoothed(part.astype(np.float64)), _smoothed(whole.astype(np.float64)), start)
+def _agrees(part: Values, whole: Values, start: Values) -> bool:
+    """Whether a part lies in the whole, near the window `start`, and its details are those of the whole there."""
+    both = np.stack([part, whole])
+    smooth = _smoothed(both)
+    placed = _laid(smooth[0], smooth[1], start)
     matrix = placed[:2, :2]
     across, down = np.hypot(*matrix[:, 0]), np.hypot(*matrix[:, 1])
     turn = abs(np.arctan2(matrix[1, 0], matrix[0, 0]))
@@ -141,6 +164,7 @@ def _agrees(part: NDArray[np.uint8], whole: NDArray[np.uint8], own: Values, othe
         return False
     edge = 1.0 - 2.0 * MARGIN / CELLS_SIDE
     compared = (np.abs(places[:2]).max(axis=0) < edge) & (np.abs(grid[:2]).max(axis=0) < edge)
+    own, others = _details(both)
     pair = own.ravel()[compared], _sampled(others, places)[compared]
     return bool(compared.any()) and float(np.corrcoef(*pair)[0, 1]) >= LEAST_DETAIL_AGREEMENT
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +22,10 @@ from lora_trainer.data.images.workers import Progress, Ticker
 if TYPE_CHECKING:
     from lora_trainer.data.sample import Sample
 
-TEXTS = 2001  # kept results of another number are read again
+TEXTS = 2002  # kept results of another number are read again
 NOT_INSTALLED = "text on images: not read (pip install 'lora-trainer[ocr]')"
 LONGEST_SIDE = 1280  # pixels; a larger image is made smaller before
+SHORTEST_SIDE = 30  # pixels then; no word is legible in less, and rapidocr would enlarge it
 LEAST_SURE, FEWEST_LETTERS = 0.8, 3  # what is less sure or shorter is mostly texture
 SHOWN_LETTERS = 60
 READ_AT_ONCE = 20  # images whose texts are kept together
@@ -35,13 +37,18 @@ def can_read() -> bool:
 
 
 def find_texts(samples: Sequence[Sample], progress: Progress | None = None) -> list[Finding]:
-    """A note for each image with text on it. About 2 s an image on one CPU core; what was read before takes no time."""
+    """A note for each image with text on it. About 2 s an image on one CPU core; what was read before takes no time.
+
+    Texts that another version of rapidocr read are read again.
+    """
     first = {sample.content: sample for sample in reversed(samples)}
     ticker = Ticker(progress, len(first))
     texts: dict[str, str] = {}
     with remembered() as store:
-        known = store.measures(list(first), TEXTS)
-        texts.update({content: str(json.loads(text)) for content, text in known.items()})
+        for content, kept in store.measures(list(first), TEXTS).items():
+            text, reader = json.loads(kept)
+            if reader == version("rapidocr"):
+                texts[content] = str(text)
         ticker.step(len(texts))
         _read_others([sample for content, sample in first.items() if content not in texts], texts, store, ticker)
     return [
@@ -63,22 +70,26 @@ def _read_others(samples: Sequence[Sample], texts: dict[str, str], store: Rememb
         return
     from rapidocr import RapidOCR
 
-    reader = RapidOCR(params={"Global.log_level": "critical"})
+    # By default the shorter side is enlarged to 736 pixels, with which a narrow image takes gigabytes.
+    limits = {"Det.limit_type": "max", "Det.limit_side_len": LONGEST_SIDE}
+    reader = RapidOCR(params={"Global.log_level": "critical", **limits})
     fresh: dict[str, str] = {}
     try:
         for sample in samples:
             with contextlib.suppress(BrokenImageError):  # named by the check of what can be read
                 image = load_rgb(sample.path, sample.span)
                 image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-                found = reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # BGR
-                lines = zip(found.txts or (), found.scores or (), strict=True)
+                lines: Iterable[tuple[str, float]] = ()
+                if min(image.size) >= SHORTEST_SIDE:
+                    found = reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # BGR
+                    lines = zip(found.txts or (), found.scores or (), strict=True)
                 sure = [
                     text
                     for text, score in lines
                     if score >= LEAST_SURE and sum(map(str.isalnum, text)) >= FEWEST_LETTERS
                 ]
                 texts[sample.content] = " ".join(sure)
-                fresh[sample.content] = json.dumps(texts[sample.content])
+                fresh[sample.content] = json.dumps([texts[sample.content], version("rapidocr")])
             if len(fresh) >= READ_AT_ONCE:
                 store.keep_measures(fresh, TEXTS)
                 fresh.clear()

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
+from lora_trainer.core.errors import MACHINE_FAILURES, DatasetRefused, Problem, UsageError, is_out_of_memory
+from lora_trainer.core.imports import importing
 from lora_trainer.data.captions import canonical, settled
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.data.views import plan_plain
@@ -36,32 +37,69 @@ MOST_IMAGES = 48  # of a dataset, evenly spread
 IMAGES_TOGETHER = 24  # each with the captions of all of these
 FEWEST_DIFFERENT = 4  # captions; fewer give no interval
 TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")  # an encoder without one reads no text
+LARGE_BEFORE_RUN = 3_000_000_000  # weights of a denoiser; with more, comparing delays a run by many minutes
+LARGEST_SHARE_OF_GPU = 0.8  # of the memory that can be used; a denoiser that takes more comes in parts, slowly
 LARGE_ON_CPU = 100_000_000  # weights of a denoiser; with more, comparing takes hours on a CPU
 
 
 class CaptionExaminer:
     """Compares captions with images while data is read: what `read_data` calls with its report. `agreement` is what it found.
 
-    Before a run, only warnings count: that the model does not know these captions is no reason against it. Data that is
-    refused anyway is not compared then.
+    Before a run it is advice, which neither ends nor delays the run much: only warnings count, because that the model does not know
+    these captions is no reason against it; data that is refused anyway is not compared; a large model is not asked; and what fails is
+    a `reason`. With `measures` false, `agreement` is what was found before the run that is resumed.
     """
 
-    def __init__(self, config: Config, agreement: CaptionAgreement = NOT_COMPARED, *, before_run: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        agreement: CaptionAgreement = NOT_COMPARED,
+        *,
+        before_run: bool = False,
+        measures: bool = True,
+    ) -> None:
         self._config = config
         self._before_run = before_run
+        self._measures = measures
         self.agreement = agreement
 
     def __call__(self, report: DataReport) -> list[Finding]:
-        if self._before_run and not report.passed:
-            return []
-        self.agreement = measure_agreement(self._config, report.samples)
+        if not self._measures and self.agreement.doubts:
+            here = {each.path.resolve(): each.path for each in report.samples}
+            found = [(each, here.get(each.path.resolve())) for each in self.agreement.doubts]
+            self.agreement = replace(self.agreement, doubts=[replace(each, path=path) for each, path in found if path])
+        elif self._measures and (report.passed or not self._before_run):
+            self._measure(report.samples)
         return [each for each in self.agreement.findings if each.severity == "warning" or not self._before_run]
+
+    def _measure(self, samples: Sequence[Sample]) -> None:
+        from lora_trainer.core.hardware import free_memory
+        from lora_trainer.monitor.memory import set_allocator
+        from lora_trainer.run.choices import evaluated_on
+        from lora_trainer.run.libraries import import_libraries
+        from lora_trainer.training.determinism import fix_workspace
+
+        if self._before_run:  # what the run sets before the first computation
+            with importing():
+                import_libraries(self._config)
+            set_allocator(expandable=self._config.memory.expandable_segments)
+            fix_workspace(self._config.train.deterministic)
+        try:
+            self.agreement = measure_agreement(self._config, samples, before_run=self._before_run)
+            return
+        except MACHINE_FAILURES as error:
+            if not self._before_run and not is_out_of_memory(error):
+                raise
+            why = "not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        self.agreement = CaptionAgreement(reason=why.partition("\n")[0], of_images=len(samples))
+        free_memory(evaluated_on(self._config)[0])
 
 
 @data_in_use()
-def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgreement:
+def measure_agreement(config: Config, samples: Sequence[Sample], *, before_run: bool = False) -> CaptionAgreement:
     """Compare each image's caption with those of other images by the encoder or the base model. Nothing is downloaded.
 
+    Before a run a base model is asked only where that is quick.
     `samples` are those without an error. What keeps it from being measured is the `reason`.
     """
     learned = {sample.content: sample for sample in samples if not sample.regularization and sample.caption}
@@ -77,7 +115,7 @@ def measure_agreement(config: Config, samples: Sequence[Sample]) -> CaptionAgree
         if encoder is not None:
             found = _compare_by_encoder(encoder, chosen)
         else:
-            found = _compare(config, read_model(config, say=silent), chosen)
+            found = _compare(config, read_model(config, say=silent), chosen, before_run=before_run)
     except (UsageError, DatasetRefused) as error:
         found = CaptionAgreement(reason=str(error.problems[0]))
     return replace(found, of_images=len(every))
@@ -121,7 +159,9 @@ def _compare_by_encoder(folder: Path, chosen: Sequence[Sample]) -> CaptionAgreem
     return _summarized(chosen, [range(len(chosen))], [places], [found])
 
 
-def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample]) -> CaptionAgreement:
+def _compare(
+    config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[Sample], *, before_run: bool
+) -> CaptionAgreement:
     import torch
 
     from lora_trainer.core.hardware import free_memory
@@ -145,8 +185,15 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
     device, dtype = evaluated_on(config)
     with torch.device("meta"):
         empty = family.denoiser.make(read_config(facts.path, f"{family.denoiser.component}/config.json"))
-    if device.type == "cpu" and sum(weight.numel() for weight in empty.parameters()) > LARGE_ON_CPU:
+    weights = sum(weight.numel() for weight in empty.parameters())
+    if device.type == "cpu" and weights > LARGE_ON_CPU:
         return CaptionAgreement(reason=f"without a GPU, {facts.name} would take hours")
+    usable = usable_bytes(config, device)
+    is_swapped = config.memory.blocks_to_swap not in ("auto", 0)
+    is_swapped |= usable is not None and weights * dtype.itemsize > LARGEST_SHARE_OF_GPU * usable
+    if before_run and (weights > LARGE_BEFORE_RUN or is_swapped):
+        why = "comes to the GPU in parts" if is_swapped else f"has {weights / 1e9:.1f} billion weights"
+        return CaptionAgreement(reason=f"{facts.name} {why}: `lora-trainer check DATA --model MODEL` compares them")
 
     encoded = encode_by_base(config, model, chosen, plan_plain(chosen, trained_framings(config, facts)), device)
     parts = -(-len(chosen) // IMAGES_TOGETHER)
@@ -170,7 +217,7 @@ def _compare(config: Config, model: tuple[Family, ModelFacts], chosen: Sequence[
         return found
 
     with counting() as count:
-        compute = Compute(dtype, device, usable_bytes(config, device), progress=count(JUDGED))
+        compute = Compute(dtype, device, usable, progress=count(JUDGED))
         found = with_less(compare, compute)
     free_memory(device)
     return _summarized(chosen, groups, captions, found)

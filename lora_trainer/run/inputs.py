@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
@@ -23,6 +25,7 @@ from lora_trainer.data.split import MOST_COMPARED, split_validation
 from lora_trainer.data.steps import LargestStep, Lengths, StepArithmetic, largest_step, step_arithmetic
 from lora_trainer.data.views import BucketPlan, Framing, View, framings_of, notes_on, plan_plain, plan_views
 from lora_trainer.dataset_check import DataReport, DatasetGate, check_buckets, check_dataset, check_plan
+from lora_trainer.dataset_check.doubts import CaptionAgreement
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import USUAL_FAMILY, Architecture, Family, ModelFacts
@@ -392,8 +395,12 @@ def refuse_large(facts: ModelFacts, buckets: Sequence[Bucket]) -> None:
 def dataset_facts(inputs: Inputs) -> dict[str, Any]:
     """What a run's record keeps of its data: score's parts, counts, buckets, and every finding with its file."""
     buckets = Counter(inputs.train_plan.counts) + Counter(inputs.validation_plan.counts)
+    agreement = inputs.report.agreement
+    doubts = [replace(each, path=each.path.resolve()) for each in agreement.doubts]
+    kept = replace(agreement, doubts=doubts)
     return {
         "parts": inputs.report.parts,
+        "caption_agreement": TypeAdapter(CaptionAgreement).dump_python(kept, mode="json"),
         "samples": len(inputs.report.samples),
         "validation": len(inputs.validation),
         "resolution": inputs.resolution,

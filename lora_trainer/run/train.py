@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
+
 from lora_trainer.config.options import suited
 from lora_trainer.core.disk import FULL, Patience, patient, refusal, write_with_retry
 from lora_trainer.core.errors import (
@@ -32,7 +34,7 @@ from lora_trainer.core.imports import importing
 from lora_trainer.core.interrupt import listening, remembering, signal_that_came, stopping_on_signal
 from lora_trainer.core.io import append_text, remove_unfinished, write_text
 from lora_trainer.core.launch import is_main_process, processes_here
-from lora_trainer.dataset_check.doubts import NOT_COMPARED
+from lora_trainer.dataset_check.doubts import NOT_COMPARED, CaptionAgreement
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.report.read import checkpoints_in
@@ -127,13 +129,22 @@ def train(order: Order, *, dry_run: bool = False) -> RunResult:
     order, model = for_its_model(order)
     # The built-in images are known to suit their captions; a run that began was compared then. Jobs of a batch share
     # their base model in memory, which this would read once more for each.
-    is_new = found is None and not dry_run and bool(order.config.data.sources)
+    is_new = found is None and bool(order.config.data.sources) and order.config.gates.captions
     compares = enforce_gates and is_new and order.families is FAMILIES and processes_here() == 1
-    examiner = CaptionExaminer(order.config, before_run=True)
-    inputs = read_inputs(order.config, model, examiner if compares else lambda report: ())
+    agreement = NOT_COMPARED
+    if found is not None:
+        with suppress(ValidationError):  # a record of an earlier version, or a damaged one
+            kept = found.dataset.get("caption_agreement")
+            agreement = TypeAdapter(CaptionAgreement).validate_python(kept)
+    measures = compares and not dry_run
+    examiner = CaptionExaminer(order.config, agreement, before_run=True, measures=measures)
+    inputs = read_inputs(order.config, model, examiner)
+    inputs = replace(inputs, report=replace(inputs.report, agreement=examiner.agreement))
     show_report(order.config, inputs, console, verbose=order.verbose)
-    if compares and examiner.agreement is not NOT_COMPARED:
+    if measures and examiner.agreement is not NOT_COMPARED:
         console.print(f"  {examiner.agreement.line}")
+    if compares and dry_run:
+        console.print("  captions and images: compared before a run, not in a dry run, so the score can be lower then")
     if dry_run:
         if found is not None and is_over and total_steps(order, inputs) <= found.steps:
             refuse_data(inputs, enforce_gates=enforce_gates)

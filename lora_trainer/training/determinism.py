@@ -18,6 +18,12 @@ LACKING = "does not have a deterministic implementation"
 WORKSPACE, ITS_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
+def fix_workspace(wanted: bool) -> None:
+    """Let cuBLAS sum in one order only, where that is `wanted`; before the first computation on a GPU."""
+    if wanted:
+        os.environ.setdefault(WORKSPACE, ITS_SIZE)
+
+
 @contextmanager
 def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
     """Inside the block torch is deterministic, where that is `wanted`; afterwards it is set as before.
@@ -27,7 +33,7 @@ def only_deterministic(wanted: bool, checkpoints: Path) -> Iterator[None]:
     if not wanted:
         yield
         return
-    os.environ.setdefault(WORKSPACE, ITS_SIZE)
+    fix_workspace(wanted)
     cudnn, before = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
     chosen = cudnn.deterministic, cudnn.benchmark
     memory: Any = torch.utils.deterministic

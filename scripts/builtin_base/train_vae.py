@@ -1,6 +1,6 @@
 """Train the built-in base's autoencoder on icons, drawn scenes and sketches.
 
-    python scripts/builtin_base/train_vae.py --work base-work --minutes 120 [--judge ../shared/real]
+    python scripts/builtin_base/train_vae.py --work base-work --minutes 120 [--judge DIR]
 
 Images are put together on the way: icons on plain, shaded and busy backgrounds, with paper grain, and crops of 64 pixels,
 since what an autoencoder learns is local. Progress is kept in WORK/vae-state.pt; a second call goes on from it.

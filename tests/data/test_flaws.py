@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from PIL import Image, ImageDraw
 from dataset_check_study import COUNT, FAULTS, Study, check_untouched, files_of
 from dataset_check_study import write as plant_into
 from gate_examples import evaluate
+from lora_trainer.data import cut_copies
+from lora_trainer.data.cut_copies import find_cut
 from lora_trainer.data.images.flaws import has_few_levels, has_status_bar, noise_levels, pixel_side
 from lora_trainer.data.images.measures import measure
 from lora_trainer.data.images.sharpness import sharpness_of
@@ -102,6 +105,35 @@ def test_copies_of_parts_look_the_same_and_frames_of_a_shot_do_not(fault: str, t
     assert [[path.stem for path in group] for group in groups] == [["2", "9"]]
 
 
+def detailed_cells(count: int) -> list[bytes]:
+    """Gray copies of images with details everywhere; every tenth is cut out of the one before it."""
+    draw, found = np.random.default_rng(0), []
+    waves = np.hypot(np.fft.fftfreq(128)[:, None], np.fft.fftfreq(128))
+    waves[0, 0] = np.inf
+    for number in range(count):
+        if number % 10 != 9:
+            noise = np.fft.fft2(draw.standard_normal((128, 128)))
+            values = np.fft.ifft2(noise / waves).real
+            image = Image.fromarray((128 + 50 * values / values.std()).clip(0, 255).astype(np.uint8))
+        box = (8, 10, 118, 120) if number % 10 == 9 else (0, 0, 128, 128)
+        found.append(image.resize((64, 64), Image.Resampling.BOX, box).tobytes())
+    return found
+
+
+def test_memory_for_cut_copies_hardly_grows_with_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = detailed_cells(800)
+    peaks = []
+    for count in (400, 800):
+        tracemalloc.start()
+        found = find_cut(cells[:count], np.zeros((count, 3)), np.arange(count))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert found == [(place - 1, place) for place in range(9, count, 10)]
+    assert (peaks[1] - peaks[0]) / 400 < 2000  # bytes an image, beside the 4,096 of its cells
+    monkeypatch.setattr(cut_copies, "CHUNK", 37)
+    assert find_cut(cells, np.zeros((800, 3)), np.arange(800)) == found
+
+
 def test_every_image_twice_is_refused(tmp_path: Path) -> None:
     for number in range(16):
         write(tmp_path / "set", number, photo(SIDE, SIDE, number // 2))
@@ -118,7 +150,7 @@ def test_white_on_transparency_is_named_so() -> None:
     assert seen.transparent == pytest.approx(1.0 - share, abs=1e-3)
 
 
-REAL = Path(os.environ.get("REAL_IMAGES", Path(__file__).resolve().parents[3] / "shared" / "real"))
+REAL = Path(os.environ.get("REAL_IMAGES", "not named"))  # a folder of photographs
 RIGHT = {"border", "upscaled"}  # five of these photographs have black bars
 LEAST_FOUND = {  # of these photographs, many of which are soft or have a plain background; of all others 0.9
     "burnt out, 60 % white": 0.8,
@@ -134,20 +166,20 @@ CLAIMED = [name for name, fault in FAULTS.items() if fault.codes and fault.codes
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="the folder of real images is not on this computer")
+@pytest.mark.skipif(not REAL.is_dir(), reason="REAL_IMAGES names no folder of photographs")
 @pytest.mark.parametrize("fault", CLAIMED)
 def test_planted_faults_are_found_on_real_photographs(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
-    found, planted, _ = Study(REAL / "photos", tmp_path).trial(FAULTS[fault], COUNT, random.Random(fault))
+    found, planted, _ = Study(REAL, tmp_path).trial(FAULTS[fault], COUNT, random.Random(fault))
     assert found >= LEAST_FOUND.get(fault, 0.9) * planted
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="the folder of real images is not on this computer")
+@pytest.mark.skipif(not REAL.is_dir(), reason="REAL_IMAGES names no folder of photographs")
 def test_hardly_an_untouched_photograph_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORA_TRAINER_CACHE", str(tmp_path))
-    report, _ = check_untouched(REAL / "photos", tmp_path)
+    report, _ = check_untouched(REAL, tmp_path)
     warned = {each.path for each in report.findings if each.severity == "warning" and each.code not in RIGHT}
-    assert len(warned) <= 0.01 * len(files_of(REAL / "photos"))
+    assert len(warned) <= 0.01 * len(files_of(REAL))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from builtin_base.drawing import draw, random_scene
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.cli.main import main
+from lora_trainer.config.schema import Config
+from lora_trainer.data.manifest import read_manifest
+from lora_trainer.data.sample import Sample
+from lora_trainer.dataset_check.doubts import CaptionAgreement, Doubt
 from lora_trainer.evaluation.caption_fit import compare_fits, mean_share
+from lora_trainer.run import caption_agreement, choices
+from lora_trainer.run_folder.record import Record
 
 COLORS = ("red", "green", "blue", "purple", "orange", "white", "yellow", "black")
 TEXTS = tuple(f"{color} thing" for color in COLORS)
@@ -130,3 +139,109 @@ def test_produce_compares_captions_before_it_trains(tmp_path: Path, capsys: pyte
     assert main(["produce", *arguments]) == 3
     assert "captions and images: " in capsys.readouterr().out
     assert not (tmp_path / "a" / "a.safetensors").exists()
+
+
+def produce(folder: Path, *arguments: str) -> int:
+    """Of the drawn shapes in the folder, by the built-in base model, as run `a`."""
+    named = ["--data", str(folder / "shapes"), "--output", str(folder), "--name", "a"]
+    return main(
+        [
+            "produce",
+            *named,
+            "--set",
+            "gates.lora_check=off",
+            "--set",
+            "gates.lora=0",
+            "--set",
+            "data.resolution=64",
+            *arguments,
+        ]
+    )
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Sample]]:
+    """Twelve images, and the samples of each comparison; it doubts two of the captions."""
+    write_shapes(tmp_path / "shapes", 12)
+    given: list[Sequence[Sample]] = []
+
+    def compare(config: Config, samples: Sequence[Sample], *, before_run: bool) -> CaptionAgreement:
+        assert before_run
+        given.append(samples)
+        doubts = [
+            Doubt(one.path, one.caption, other.path, other.caption, worse=0.9, margin=5.0)
+            for one, other in itertools.pairwise(samples[:3])
+        ]
+        return CaptionAgreement(0.94, 0.9, 1.0, 1.0, images=12, of_images=12, comparisons=132, doubts=doubts)
+
+    monkeypatch.setattr(caption_agreement, "measure_agreement", compare)
+    return given
+
+
+def test_a_run_resumed_from_elsewhere_keeps_what_was_found_of_captions(
+    tmp_path: Path, compared: list[Sequence[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert produce(Path(), "--max-steps", "1") == 0
+    first = Record.read(tmp_path / "a")
+    monkeypatch.chdir(tmp_path / "shapes")
+    assert produce(tmp_path, "--max-steps", "2", "--resume") == 0
+    resumed = Record.read(tmp_path / "a")
+    assert len(compared) == 1
+    assert resumed.steps == 2
+    assert resumed.scores["dataset"] == first.scores["dataset"] < 1
+    assert resumed.dataset["caption_agreement"] == first.dataset["caption_agreement"]
+    doubtful = [each["path"] for each in resumed.dataset["findings"] if each["code"] == "doubtful_caption"]
+    assert len(doubtful) == 2
+
+
+def test_a_dry_run_says_that_captions_are_compared_later(
+    tmp_path: Path, compared: list[Sequence[Sample]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for extra in ((), ("--set", "gates.captions=false")):
+        assert produce(tmp_path, "--max-steps", "1", "--dry-run", *extra) == 0
+        said.append("captions and images: " in capsys.readouterr().out)
+    assert said == [True, False]
+    assert produce(tmp_path, "--max-steps", "1", "--set", "gates.captions=false") == 0
+    assert not compared
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no kernel"), MemoryError()]
+)
+def test_a_comparison_that_fails_ends_no_run(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shapes(tmp_path / "shapes", 6)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    workspaces = []
+
+    def fail(*_: object, **__: object) -> None:
+        workspaces.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise error
+
+    monkeypatch.setattr(caption_agreement, "_compare", fail)
+    assert produce(tmp_path, "--max-steps", "1", "--set", "train.deterministic=true") == 0
+    assert workspaces == [":4096:8"]
+    assert "captions and images: not compared" in capsys.readouterr().out
+    agreement = Record.read(tmp_path / "a").dataset["caption_agreement"]
+    assert agreement["value"] is None
+    assert agreement["reason"]
+
+
+@pytest.mark.parametrize(
+    ("most_weights", "swapped", "usable"),
+    [(10, 0, None), (10**10, 1, None), (10**10, 0, 2**20)],
+)
+def test_a_large_or_swapped_base_is_not_asked_before_a_run(
+    most_weights: int, swapped: int, usable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shapes(tmp_path / "shapes", 6)
+    samples = read_manifest([tmp_path / "shapes"])[0].samples
+    monkeypatch.setattr(caption_agreement, "LARGE_BEFORE_RUN", most_weights)
+    monkeypatch.setattr(choices, "usable_bytes", lambda config, device: usable)
+    config = Config.model_validate({"memory": {"blocks_to_swap": swapped}})
+    found = caption_agreement.measure_agreement(config, samples, before_run=True)
+    assert found.value is None
+    assert "lora-trainer check" in found.reason

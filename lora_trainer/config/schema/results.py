@@ -153,6 +153,11 @@ class GatesSection(Section):
     """When a dataset or a LoRA is refused."""
 
     dataset: Share = setting(0.8, "changes nothing", "score below which `produce` refuses a dataset; 0 refuses none")
+    captions: bool = setting(
+        True,
+        "changes nothing",
+        "`produce` compares captions with your images before a new run, by `gates.encoder` or a base model that is small or fits the GPU",
+    )
     lora: Share = setting(
         0.9,
         "changes nothing",
