@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,14 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.placing import with_less
 from lora_trainer.evaluation.seeing import to_image
 from lora_trainer.evaluation.shown_samples import ShownSample, open_decoder
-from lora_trainer.models.memory.phases import phase_costs
+from lora_trainer.models.memory.phases import costs_of
 from lora_trainer.run.choices import usable_bytes
 
 if TYPE_CHECKING:
+    from lora_trainer.data.sample import Sample
+    from lora_trainer.data.views import View
     from lora_trainer.evaluation.validation_loss import EncodedSample
+    from lora_trainer.models.family import ModelFacts
     from lora_trainer.run.inputs import Inputs
     from lora_trainer.run.session import Session
 
@@ -52,11 +55,26 @@ def keep_verdict_images(session: Session, shown: Sequence[ShownSample]) -> list[
 def write_verdict_images(
     folder: Path, inputs: Inputs, shown: Sequence[ShownSample], compute: Compute
 ) -> list[dict[str, Any]]:
-    """Decode and write the samples; what each file is, with names relative to `folder`. Raises OSError."""
-    facts = inputs.facts
+    """Decode and write the samples of a run; what each file is, with names relative to `folder`. Raises OSError."""
+    samples = (*inputs.train, *inputs.validation)
+    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
+    known = {sample.id: (sample, own[0]) for sample, own in zip(samples, views, strict=True)}
+    return write_images((folder, FOLDER), inputs.facts, known, shown, compute)
+
+
+def write_images(
+    place: tuple[Path, str],
+    facts: ModelFacts,
+    known: Mapping[str, tuple[Sample, View]],
+    shown: Sequence[ShownSample],
+    compute: Compute,
+) -> list[dict[str, Any]]:
+    """Decode and write samples; `place` is a folder and the name of the one in it that they go into, whose names are relative to the
+    first. `known` are the dataset's images by id, as they were trained. Raises OSError."""
+    folder, inside = place
     largest = max(each.lora.shape[-2] * each.lora.shape[-1] for each in shown) * facts.downscale**2
-    decode = open_decoder(facts.path, phase_costs(inputs.family.name), largest, compute)
-    read, rows = training_images(inputs, decode), []
+    decode = open_decoder(facts.path, costs_of(facts), largest, compute)
+    read, rows = training_images(known, decode), []
     for index, each in enumerate(shown):
         images = {"lora": decode(each.lora)}
         if each.base is not None:
@@ -72,7 +90,7 @@ def write_verdict_images(
         if each.nearest is not None:
             row["nearest_path"], images["nearest"] = read(each.nearest)
         for what, image in images.items():
-            name = f"{FOLDER}/{index:02d}_{what}.webp"
+            name = f"{inside}/{index:02d}_{what}.webp"
             image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
             with atomic_path(folder / name) as temporary:
                 image.save(temporary, format="WEBP", quality=QUALITY)
@@ -81,12 +99,10 @@ def write_verdict_images(
     return [finite(row) for row in rows]
 
 
-def training_images(inputs: Inputs, decode: Decode) -> Callable[[EncodedSample], tuple[str, Image.Image]]:
+def training_images(
+    known: Mapping[str, tuple[Sample, View]], decode: Decode
+) -> Callable[[EncodedSample], tuple[str, Image.Image]]:
     """The path and the trained part of an image of the dataset: from its file, else decoded from its latents."""
-    views = (*inputs.train_plan.views, *inputs.validation_plan.views)
-    known = {
-        sample.id: (sample, own[0]) for sample, own in zip((*inputs.train, *inputs.validation), views, strict=True)
-    }
 
     def read(wanted: EncodedSample) -> tuple[str, Image.Image]:
         sample, view = known[wanted.id]

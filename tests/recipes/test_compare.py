@@ -64,6 +64,8 @@ def test_validate_compares_steps_and_strengths_of_a_run(run: Path, capsys: pytes
     assert code in (0, 4)
     compared = check_choice(choice, run)
     assert compared == {*((6, strength) for strength in (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)), (4, 1.0), (2, 1.0)}
+    drawn = sorted(path.name for path in (run / "samples" / "validate").iterdir())
+    assert "00_lora.webp" in drawn, "what was measured can be looked at"
 
 
 def test_a_checkpoint_is_compared_as_it_would_be_exported(bench: Bench, run: Path, tmp_path: Path) -> None:
