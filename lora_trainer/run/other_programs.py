@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -28,10 +29,14 @@ def wrong_copy_to(target: str | None) -> list[Problem]:
     if target is None:
         return []
     try:
-        loras_folder(target)
+        folder = loras_folder(target)
     except UsageError as error:
         return list(error.problems)
-    return []
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if os.access(there, os.W_OK):
+        return []
+    message = f"run.copy_to is {target}, and {there} cannot be written to."
+    return [Problem("folder_not_writable", message, "Name a folder that can be written to, or copy the LoRA yourself.")]
 
 
 def loras_folder(target: str) -> Path:

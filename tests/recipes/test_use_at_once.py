@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def test_a_program_that_is_not_there_is_refused_before_training(bench: Bench, co
     for target in ("forge", str(comfyui / "nowhere")):
         assert bench.run("cat", "--copy-to", target) == 2
         assert "run.copy_to" in capsys.readouterr().err
+    assert not bench.folder("cat").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_training(
+    bench: Bench, comfyui: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    usual = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: comfyui not in Path(path).parents and usual(path, mode))
+    assert bench.run("cat", "--copy-to", str(comfyui)) == 2
+    assert str(comfyui) in capsys.readouterr().err
     assert not bench.folder("cat").exists()
 
 
