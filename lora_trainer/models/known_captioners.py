@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WEIGHTS = "*.safetensors"
-FILES_OF_CAPTIONERS = (WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model")
+FILES_OF_CAPTIONERS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 ONNX, TAGS = "model.onnx", "selected_tags.csv"  # a WD14 tagger: its network, and the names of its labels
 
 

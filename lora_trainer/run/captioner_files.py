@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from lora_trainer.core.disk import free_bytes, size_words
 from lora_trainer.core.errors import Problem, UsageError, nearest
-from lora_trainer.models.known_captioners import KNOWN_CAPTIONERS, ONNX, TAGS, WEIGHTS, KnownCaptioner
+from lora_trainer.models.known_captioners import KNOWN_CAPTIONERS, ONNX, TAGS, KnownCaptioner
 from lora_trainer.models.weight_files import weights_of
-from lora_trainer.run.bases.hub_refusals import explaining_refusals
-from lora_trainer.run.bases.hub_requests import cached_repository
+from lora_trainer.run.bases.hub import cached, fetch_matching
+from lora_trainer.run.bases.hub_requests import cached_repository, is_offline
 from lora_trainer.run.bases.names import HubModel
 
 IMAGE_READERS = {"preprocessor_config.json", "processor_config.json"}
@@ -47,20 +47,20 @@ def find_captioner(named: str, *, offline: bool, consent: Callable[[str], bool],
     known = known_captioner(named)
     if known is None:
         return Path(named).expanduser()
-    from huggingface_hub import constants
-
-    found = _downloaded(known)
-    if found is not None:
-        return found
-    cache = Path(constants.HF_HUB_CACHE).expanduser()
+    model = HubModel(known.repository, known.revision)
+    found = cached(model)
+    if found is not None and _is_whole(known, found.folder):
+        return found.folder
+    storage = cached_repository(known.repository)
+    cache = storage.parent
     size = f"{known.gigabytes:g} GB"
-    if offline or constants.HF_HUB_OFFLINE:
+    if offline or is_offline():
         message = f"{named} ({known.repository}, {size}) is not in the Hugging Face cache ({cache})"
         fix = "Run once without --offline (and without HF_HUB_OFFLINE), or name a folder of the model."
         raise UsageError(Problem("offline", f"{message}, and offline nothing is downloaded.", fix))
-    snapshots = cached_repository(known.repository) / "snapshots"
-    # Of the unfinished files of a stopped download nothing is used again (huggingface_hub 2.4).
+    snapshots = storage / "snapshots"
     arrived = {path.resolve() for pattern in known.files for path in snapshots.glob(f"*/{pattern}") if path.is_file()}
+    arrived |= set((storage / "blobs").glob("*.part"))
     needed, free = known.gigabytes * 1e9 - sum(path.stat().st_size for path in arrived), free_bytes(cache)
     if needed * ROOM > free:
         message = f"{named} needs {size}, and the disk of {cache} has {size_words(free)} free."
@@ -72,40 +72,16 @@ def find_captioner(named: str, *, offline: bool, consent: Callable[[str], bool],
             Problem("consent_missing", f"{about} It is not here, and is not downloaded without consent.", fix)
         )
     say(f"downloading {known.repository}: {size} to {cache}")
-    hub = HubModel(known.repository, known.revision)
-    with explaining_refusals(hub):
-        # Small files come first: where the weights are here, a stopped download has left nothing out.
-        download(known.repository, known.revision, [each for each in known.files if each != WEIGHTS])
-        folder = download(known.repository, known.revision, known.files)
+    folder = fetch_matching(model, known.files, say)
     if not _is_whole(known, folder):
-        message = f"{hub} has no complete set of {' and '.join(known.files[:2])}."
+        message = f"{model} has no complete set of {' and '.join(known.files[:2])}."
         raise UsageError(Problem("model_missing", message, "Name another captioner, or a folder."))
     return folder
 
 
-def download(repository: str, revision: str | None, files: Sequence[str], *, offline: bool = False) -> Path:
-    """A repository's files at its top, matched by patterns, in the Hugging Face cache. A file that is there is not downloaded again."""
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            repository, revision=revision, allow_patterns=list(files), ignore_patterns="*/*", local_files_only=offline
-        )
-    )
-
-
-def _downloaded(known: KnownCaptioner) -> Path | None:
-    """Its folder in the cache if it is whole there."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = download(known.repository, known.revision, known.files, offline=True)
-    except LocalEntryNotFoundError:
-        return None
-    return folder if _is_whole(known, folder) else None
-
-
 def _is_whole(known: KnownCaptioner, folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
     names = {path.name for path in folder.iterdir()}
     if known.writes == "tags":
         return {ONNX, TAGS} <= names

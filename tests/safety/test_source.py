@@ -32,9 +32,7 @@ MODULES = {
     "socketserver", "xmlrpc", "requests", "urllib.request", "huggingface_hub", "ftplib", "telnetlib", "xml",
 }  # fmt: skip
 # The only module that makes requests, and the one that explains what a hub refuses.
-ASK_THE_HUB = {f"lora_trainer/run/bases/{name}.py" for name in ("hub_refusals", "hub_requests")} | {
-    "lora_trainer/run/captioner_files.py"
-}
+ASK_THE_HUB = {f"lora_trainer/run/bases/{name}.py" for name in ("hub_refusals", "hub_requests")}
 NEEDS = {  # by the name of a call: a required keyword and its value
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),

@@ -7,8 +7,9 @@ functions of huggingface_hub.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,15 +185,34 @@ def _fetched(model: HubModel, *, weights: bool, without_t5: bool, say: Say) -> S
         for name in chosen.small:
             _small(model, name, sizes)
         _fetch_all(model, commit, chosen.names, sizes, say)
-    if not COMMIT.fullmatch(model.asked):
-        # Which commit a branch or tag was, as the hub's own library notes it.
-        path = _storage(model) / "refs" / model.asked
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(commit, encoding="ascii")
+    _note_commit(model, commit)
     found = Snapshot(folder, commit, whole=weights)
     if model.file is not None and not weights:
         _HEADERS.update({(_storage(model), each): found for each in (model, replace(model, revision=commit))})
     return found
+
+
+def fetch_matching(model: HubModel, patterns: Sequence[str], say: Say) -> Path:
+    """The folder of a repository's files at its top that match any of the patterns; what is not here is fetched, the smallest first.
+
+    So where the largest file is here, a stopped download has left nothing out. Raises UsageError as `find_snapshot`.
+    """
+    with explaining_refusals(model):
+        commit, sizes = list_files(model, say)
+        at_top = [name for name in sizes if "/" not in name]
+        names = [name for name in at_top if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        _fetch_all(model, commit, sorted(names, key=lambda name: (sizes[name], name)), sizes, say)
+        _note_commit(model, commit)
+    return _storage(model) / "snapshots" / commit
+
+
+def _note_commit(model: HubModel, commit: str) -> None:
+    """Write down which commit a branch or tag was, as the hub's own library does."""
+    if COMMIT.fullmatch(model.asked):
+        return
+    path = _storage(model) / "refs" / model.asked
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(commit, encoding="ascii")
 
 
 def _fetch_all(model: HubModel, commit: str, names: Iterable[str], sizes: Mapping[str, int], say: Say) -> None:
