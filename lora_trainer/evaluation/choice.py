@@ -75,8 +75,11 @@ def compared_effort() -> Effort:
 class Evidence:
     """The samples of a candidate so far: of the dataset's captions, and of unrelated prompts."""
 
-    subject: tuple[DrawnSample, ...]
-    unrelated: tuple[Unrelated, ...]
+    subject: tuple[DrawnSample, ...] = ()
+    unrelated: tuple[Unrelated, ...] = ()
+
+    def __add__(self, more: Evidence) -> Evidence:
+        return Evidence((*self.subject, *more.subject), (*self.unrelated, *more.unrelated))
 
 
 def compare_candidates(
@@ -110,8 +113,7 @@ def compare_candidates(
             for done, candidate in enumerate(contest.in_order(left), 1):
                 more = contest.measure(candidate, candidates, range(start, start + effort.round))
                 if more is not None:
-                    known = found.get(candidate, Evidence((), ()))
-                    found[candidate] = Evidence((*known.subject, *more.subject), (*known.unrelated, *more.unrelated))
+                    found[candidate] = found.get(candidate, Evidence()) + more
                 compute.progress(done, len(left))
             left = [each for each in left if each in found]
             if left[:1] != [candidates[0]] or len(found) < 2:
@@ -132,11 +134,10 @@ def compare_candidates(
         fresh = None
         if chosen != candidates[0]:
             compute.say(f"measuring {chosen.name} again, with other seeds")
-            again = Evidence((), ())
+            again = Evidence()
             for start in range(effort.most, effort.most + FRESH, effort.round):
                 more = contest.measure(chosen, candidates, range(start, start + effort.round))
-                if more is not None:
-                    again = Evidence((*again.subject, *more.subject), (*again.unrelated, *more.unrelated))
+                again += more or Evidence()
             fresh = contest.parts_of(again, looks=1) if again.subject else None
         cost = Cost(contest.passes, round(time.monotonic() - began, 2))
     choice = LoraChoice(ordered, chosen, cost, gate.minimum, fresh)

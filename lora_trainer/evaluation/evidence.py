@@ -113,10 +113,17 @@ class Studio:
 
     def sample_without(self, places: Sequence[int], seeds: Sequence[int]) -> list[Tensor]:
         """The base's samples of prompts, latents [C, h, w] of each."""
-        wanted = self.requests(self.original, places, seeds, self.original.samples)
-        self.passes.plan(self.passes_for([each.shape for each in wanted]))
         with self.without():
-            return self.sample(self.original, wanted)
+            return self.sample_more(self.original, self.original.samples, places, seeds)
+
+    def sample_more(
+        self, side: EncodedTexts, among: Sequence[EncodedSample], places: Sequence[int], seeds: Sequence[int]
+    ) -> list[Tensor]:
+        """Samples that were not planned before, latents [C, h, w] of each: of `among`, by their places."""
+        side = replace(side, samples=among)
+        wanted = self.requests(side, places, seeds, among)
+        self.passes.plan(self.passes_for([each.shape for each in wanted]))
+        return self.sample(side, wanted)
 
     def read_or_make(self, key: str, make: Callable[[], Mapping[str, Tensor]], passes: int) -> Mapping[str, Tensor]:
         """What `make` measures of the base alone, from the cache where it is there. `key` is a digest of what it depends on,

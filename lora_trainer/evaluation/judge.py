@@ -319,8 +319,8 @@ class Judge:
         size = float(np.sqrt((x @ x) * (y @ y)))
         return float(x @ y) / size if size > 1e-12 else math.nan
 
-    def tested(self, others: Sequence[Image.Image] = (), seed: int = 0) -> Tested:
-        """Plant each fault into images of the dataset, and set the limits. `others` are images of other things, if there are any."""
+    def tested(self, others: Sequence[Look] = (), seed: int = 0) -> Tested:
+        """Plant each fault into images of the dataset, and set the limits. `others` show other things, if there are any."""
         rng = random.Random(seed)
         rows = sorted(rng.sample(range(len(self.images)), min(MOST_PLANTED, len(self.images))))
         untouched = [self.measure(look, [row]) for row, look in enumerate(self.looks)]
@@ -331,7 +331,7 @@ class Judge:
             hidden: list[list[int]] = [[] if name == "copied" else [row] for row in rows]
             planted[name] = [self.measure(look, each) for look, each in zip(looks, hidden, strict=True)]
         if others:
-            planted[OTHER] = [self.measure(look_at(image, self.describe)) for image in others]
+            planted[OTHER] = list(map(self.measure, others))
         limits = limits_between(untouched, planted)
         found = {}
         for name, values in planted.items():

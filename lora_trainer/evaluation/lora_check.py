@@ -164,7 +164,8 @@ def check_lora(
 class OpenLora:
     """A LoRA on a fresh copy of its base model, and how images are sampled with it and without.
 
-    `norms` are the sizes of the base's weights by module, `sizes` those of changes that depend on them; `texts` the text embeddings with the LoRA at each strength.
+    `norms` are the sizes of the base's weights by module, `sizes` those of changes that depend on them; `texts` the text embeddings with the LoRA at each strength;
+    `by_trigger` the prompts with and without the trigger word.
     """
 
     studio: Studio
@@ -174,6 +175,7 @@ class OpenLora:
     sizes: Mapping[str, float]
     images: RealImages
     texts: Mapping[float, EncodedTexts]
+    by_trigger: TriggerPrompts
 
     @contextlib.contextmanager
     def at(self, strength: float) -> Iterator[Studio]:
@@ -196,8 +198,8 @@ def open_lora(
     prompts = gate.prompts[: effort.unrelated]
     is_guided = family.pipeline.sampling_defaults(base).negative
     read = text_reader(family, facts, dtype, encoding, usable or None)
-    uncounted = uncounted_of(images, gate, effort).samples
-    original = encoded_texts(read, prompts, images, uncounted, compute, is_guided=is_guided)
+    by_trigger = uncounted_of(images, gate, effort)
+    original = encoded_texts(read, prompts, images, by_trigger.samples, compute, is_guided=is_guided)
     del read
     free_memory(device)  # the encoders, before the pipeline loads its own
     compute.say("loading the LoRA on a fresh copy of the base model")
@@ -253,7 +255,7 @@ def open_lora(
     )
     if gate.cache is not None:
         studio = replace(studio, kept=BaseFeatures(gate.cache, model_key(studio, base, family, gate.encoder)))
-    return OpenLora(studio, pipeline, weights, norms, sizes_on_base, images, texts)
+    return OpenLora(studio, pipeline, weights, norms, sizes_on_base, images, texts, by_trigger)
 
 
 def encoded_texts(
@@ -341,7 +343,7 @@ def measure_lora(
     counts = SHOWN[gate.check]
     by_trigger: list[ShownSample] = []
     if studio.changed.uncounted and sampled.judge is not None:
-        by_trigger = shown_by_trigger(studio, sampled.subject, uncounted_of(images, gate, effort))
+        by_trigger = shown_by_trigger(studio, sampled.subject, opened.by_trigger)
         counts = {**counts, "typical": 0}
     shown = (*by_trigger, *choose_shown(sampled, prompted, gate.prompts, counts, studio.sample_without))
     del opened, studio
@@ -430,8 +432,7 @@ def tested_judge(
     judge = Judge(shown, texts[: len(images)], studio.eyes.describe)
 
     def test() -> dict[str, Tensor]:
-        drawn = (studio.eyes.image(each.latents[0]) for each in unrelated)
-        tested = judge.tested([image for image in drawn if image is not None])
+        tested = judge.tested([each.base for each in unrelated if each.base.is_finite])
         return {
             f"{what}/{name}": torch.tensor(value, dtype=torch.float64)
             for what, found in asdict(tested).items()

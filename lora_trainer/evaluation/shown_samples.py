@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -110,11 +110,8 @@ def shown_by_trigger(studio: Studio, subject: Sequence[DrawnSample], prompts: Tr
     with_word = [next(each for each in subject if each.place == place) for place in prompts.compared]
     places, seeds = [each.place for each in with_word], [each.seed for each in with_word]
     scenes = [sample.text for sample in prompts.samples[len(places) :]]
-    # With the LoRA; the prompts stand among the texts as samples that are not counted.
-    side = replace(studio.changed, samples=studio.changed.uncounted)
-    wanted = studio.requests(side, range(len(prompts.samples)), [*seeds, *range(len(scenes))], side.samples)
-    studio.passes.plan(studio.passes_for([each.shape for each in wanted]))
-    drawn = studio.sample(side, wanted)
+    uncounted = studio.changed.uncounted
+    drawn = studio.sample_more(studio.changed, uncounted, range(len(uncounted)), [*seeds, *range(len(scenes))])
     base = studio.sample_without(places, seeds) if places else []
     found = [
         ShownSample("trigger", each.prompt, each.seed, math.nan, each.latents, before, untriggered=untriggered)

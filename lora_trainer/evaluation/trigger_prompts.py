@@ -37,9 +37,7 @@ def trigger_prompts(images: Sequence[EncodedSample], places: Sequence[int], trig
         return TriggerPrompts()
     named = [place for place in dict.fromkeys(places) if has_trigger(images[place].text, trigger)]
     compared = named[:MOST_COMPARED]
-    without = [without_trigger(images[place].text, trigger) for place in compared]
-    scenes = [scene.format(trigger) for scene in SCENES]
-    first = images[places[0]]
-    shown = [*(images[place] for place in compared), *(first for _ in scenes)]
-    samples = [replace(image, caption=text, cond={}) for image, text in zip(shown, [*without, *scenes], strict=True)]
-    return TriggerPrompts(compared, samples)
+    captions = [(images[place], without_trigger(images[place].text, trigger)) for place in compared]
+    # A scene has the size of the first image.
+    captions += [(images[places[0]], scene.format(trigger)) for scene in SCENES]
+    return TriggerPrompts(compared, [replace(image, caption=text, cond={}) for image, text in captions])

@@ -130,11 +130,11 @@ def test_the_base_s_own_samples_of_other_prompts_are_other_things() -> None:
     pairs = [drawn(number) for number in range(6)]
     judge = Judge([image for image, _ in pairs], [caption for _, caption in pairs])
     assert OTHER not in judge.tested().found
-    others = [Image.effect_noise((96, 96), 80.0 + number).convert("RGB") for number in range(4)]
+    others = [look_at(Image.effect_noise((96, 96), 80.0 + number).convert("RGB")) for number in range(4)]
     tested = judge.tested(others)
     assert tested.found[OTHER] == (4, 4)
     assert OTHER_WORDS not in tested.cannot_tell
-    blind = judge.tested([image for image, _ in pairs])
+    blind = judge.tested(judge.looks)
     assert OTHER_WORDS in blind.cannot_tell
 
 
