@@ -73,8 +73,7 @@ def _read_others(samples: Sequence[Sample], texts: dict[str, str], store: Rememb
     # By default the shorter side is enlarged to 736 pixels, with which a narrow image takes gigabytes.
     limits = {"Det.limit_type": "max", "Det.limit_side_len": LONGEST_SIDE}
     reader = RapidOCR(params={"Global.log_level": "critical", **limits})
-    fresh: dict[str, str] = {}
-    try:
+    with store.keeping(TEXTS, READ_AT_ONCE) as keep:
         for sample in samples:
             with contextlib.suppress(BrokenImageError):  # named by the check of what can be read
                 image = load_rgb(sample.path, sample.span)
@@ -89,10 +88,5 @@ def _read_others(samples: Sequence[Sample], texts: dict[str, str], store: Rememb
                     if score >= LEAST_SURE and sum(map(str.isalnum, text)) >= FEWEST_LETTERS
                 ]
                 texts[sample.content] = " ".join(sure)
-                fresh[sample.content] = json.dumps([texts[sample.content], version("rapidocr")])
-            if len(fresh) >= READ_AT_ONCE:
-                store.keep_measures(fresh, TEXTS)
-                fresh.clear()
+                keep(sample.content, json.dumps([texts[sample.content], version("rapidocr")]))
             ticker.step()
-    finally:
-        store.keep_measures(fresh, TEXTS)

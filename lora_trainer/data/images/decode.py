@@ -40,18 +40,12 @@ def measure_images(
     with remembered() as store:
         seen = _known(first, version, store, ticker)
         left = [sample for content, sample in first.items() if content not in seen]
-        fresh: dict[str, str] = {}
-        try:
+        with store.keeping(version, AT_ONCE) as keep:
             for sample, result in _decoded(left, "mask_seen" if are_masks else "seen"):
                 seen[sample.content] = found = seen_from_json(result)
                 if found.broken is None:
-                    fresh[sample.content] = result
-                if len(fresh) >= AT_ONCE:
-                    store.keep_measures(fresh, version)
-                    fresh.clear()
+                    keep(sample.content, result)
                 ticker.step()
-        finally:
-            store.keep_measures(fresh, version)
     return tuple(seen[sample.content] for sample in samples)
 
 

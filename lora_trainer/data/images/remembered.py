@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,6 +112,22 @@ class Remembered:
             rows = self._query(question, [version, *(bytes.fromhex(content) for content in part)])
             found.update((content.hex(), seen) for content, seen in rows)
         return found
+
+    @contextlib.contextmanager
+    def keeping(self, version: int, together: int) -> Iterator[Callable[[str, str], None]]:
+        """A function that keeps the measures of a content: so many are written together, the rest where the block ends, also by an error."""
+        fresh: dict[str, str] = {}
+
+        def keep(content: str, measures: str) -> None:
+            fresh[content] = measures
+            if len(fresh) >= together:
+                self.keep_measures(fresh, version)
+                fresh.clear()
+
+        try:
+            yield keep
+        finally:
+            self.keep_measures(fresh, version)
 
     def keep_measures(self, rows: Mapping[str, str], version: int) -> None:
         values = [(bytes.fromhex(content), version, seen) for content, seen in rows.items()]
