@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lora_trainer.core.errors import MACHINE_FAILURES, DatasetRefused, Problem, UsageError, first_line
+from lora_trainer.core.errors import DatasetRefused, Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.data.manifest import read_manifest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lora_trainer.models.vision_encoder import EncoderFolder
 
 Say = Callable[[str], None]
-FOLDER = "samples/validate"  # in a run's: images of the last `validate`
+DRAWN = "samples/validate"  # in a run's: images of the last `validate`
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _evaluate(
     from lora_trainer.run.choices import evaluated_on, usable_bytes
     from lora_trainer.run.encoding import encode_by_base
     from lora_trainer.run.round_trip import kept_decibels
-    from lora_trainer.run.verdict_images import write_images
+    from lora_trainer.run.verdict_images import keep_images, write_images
 
     family, facts = read_model(config)
     if report := refused_unloaded(read_adapter_with_tokens(path), facts.path, family, config.gates.lora):
@@ -122,14 +122,11 @@ def _evaluate(
 
     compute = Compute(dtype, device, usable_bytes(config, device), say=say)
     report = with_less(evaluate, compute)
-    if trained is not None and report.shown:  # the folder is a run's: what was measured can be looked at
+    if trained is not None:  # the folder is a run's: what was measured can be looked at
         own_images = {each.id: (each, own[0]) for each, own in zip(measured.samples, measured.plan.views, strict=True)}
-        shutil.rmtree(path.parent / FOLDER, ignore_errors=True)
-        try:
-            write_images((path.parent, FOLDER), facts, own_images, report.shown, compute)
-            say(f"samples to look at: {path.parent / FOLDER}")
-        except MACHINE_FAILURES as error:
-            say(f"the samples could not be written: {first_line(error)}")
+        write = partial(write_images, (path.parent, DRAWN), facts, own_images, report.shown)
+        if keep_images(path.parent / DRAWN, report.shown, write, compute, say):
+            say(f"samples to look at: {path.parent / DRAWN}")
     if config.gates.compare == "off" or report.parts["works"].outcome() != "passed":
         return report
     from lora_trainer.run.compare_loras import compare_file

@@ -40,15 +40,27 @@ def keep_verdict_images(session: Session, shown: Sequence[ShownSample]) -> list[
 
     An earlier verdict's are removed. Without memory or disk space for them there are none: the verdict is complete.
     """
-    shutil.rmtree(session.folder / FOLDER, ignore_errors=True)
-    if not shown:
-        return []
     choices = session.choices
     compute = Compute(choices.dtype, choices.device, usable_bytes(session.config, choices.device))
+    write = partial(write_verdict_images, session.folder, session.inputs, shown)
+    return keep_images(session.folder / FOLDER, shown, write, compute, partial(session.console.print, markup=False))
+
+
+def keep_images(
+    folder: Path,
+    shown: Sequence[ShownSample],
+    write: Callable[[Compute], list[dict[str, Any]]],
+    compute: Compute,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """What `write` writes of samples into a folder, in place of what was there; nothing, with a line, where memory or disk lack."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not shown:
+        return []
     try:
-        return with_less(partial(write_verdict_images, session.folder, session.inputs, shown), compute)
+        return with_less(write, compute)
     except MACHINE_FAILURES as error:
-        session.console.print(f"the verdict's images could not be decoded: {first_line(error)}")
+        say(f"the verdict's images could not be decoded: {first_line(error)}")
         return []
 
 
