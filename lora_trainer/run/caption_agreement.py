@@ -113,7 +113,7 @@ def measure_agreement(config: Config, samples: Sequence[Sample], *, before_run: 
     try:
         encoder = find_text_encoder(config)
         if encoder is not None:
-            found = _compare_by_encoder(encoder, chosen)
+            found = _compare_by_encoder(encoder, config, chosen)
         else:
             found = _compare(config, read_model(config, say=silent), chosen, before_run=before_run)
     except (UsageError, DatasetRefused) as error:
@@ -132,18 +132,18 @@ def find_text_encoder(config: Config, *, weights: bool = True) -> Path | None:
     return encoder.path if "text_config" in read_config(encoder.path, "config.json") else None
 
 
-def _compare_by_encoder(folder: Path, chosen: Sequence[Sample]) -> CaptionAgreement:
+def _compare_by_encoder(folder: Path, config: Config, chosen: Sequence[Sample]) -> CaptionAgreement:
     """By a model of images and texts: all images with all captions."""
     import numpy as np
-    import torch
 
     from lora_trainer.evaluation.caption_fit import compare_fits
     from lora_trainer.evaluation.likeness import differ
     from lora_trainer.models.text_matcher import load_text_matcher
+    from lora_trainer.run.choices import evaluated_on
 
     if not differ([sample.caption for sample in chosen]):
         return CaptionAgreement(reason="all captions have the same words")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, _ = evaluated_on(config)
     places = list({sample.caption: place for place, sample in enumerate(chosen)}.values())
     mismatches = load_text_matcher(folder, [chosen[place].caption for place in places], device)
     losses = []
