@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from lora_trainer.evaluation.faults import FAULTS
 from lora_trainer.evaluation.likeness import agreement
-from lora_trainer.evaluation.looks import SCALES, Describe, Look, look_at
+from lora_trainer.evaluation.looks import SCALES, Describe, Look, edges_of, look_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -76,7 +76,8 @@ class Bank:
 
 
 def bank_of(looks: Sequence[Look]) -> Bank:
-    rows = {scale: [look.patterns[scale].values.flatten(0, 1) for look in looks] for scale in SCALES}
+    scales = looks[0].patterns
+    rows = {scale: [look.patterns[scale].values.flatten(0, 1) for look in looks] for scale in scales}
     owners = {
         scale: torch.cat([torch.full((len(row),), place) for place, row in enumerate(found)])
         for scale, found in rows.items()
@@ -92,11 +93,27 @@ def own_patterns(look: Look, scale: int) -> Tensor:
     return values[structured] if bool(structured.any()) else values.flatten(0, 1)
 
 
+def edge_strength(look: Look, scale: int) -> float:
+    """How strong the edges of a look's structured patterns are, on average."""
+    return float(edges_of(own_patterns(look, scale)).sum(1).mean())
+
+
+def at_strength(look: Look, strengths: Mapping[int, float]) -> Look:
+    """The look with edges as strong as those by scale: bolder or fainter lines have the same forms. By a factor of two at most."""
+    patterns = {}
+    for scale, strength in strengths.items():
+        values = look.patterns[scale].values.clone()
+        factor = strength / max(edge_strength(look, scale), 1e-6)
+        edges_of(values).mul_(min(max(factor, 0.5), 2.0))
+        patterns[scale] = replace(look.patterns[scale], values=values)
+    return replace(look, patterns=patterns)
+
+
 def strangeness(look: Look, bank: Bank, without: Collection[int] = ()) -> dict[int, Tensor]:
     """By scale, the distance [P] of each pattern of a look to the nearest of the bank, of which looks may be left out."""
     left_out = torch.tensor(sorted(without))
     found = {}
-    for scale in SCALES:
+    for scale in bank.values:
         values = bank.values[scale]
         if without:
             values = values[~torch.isin(bank.owners[scale], left_out)]
@@ -243,8 +260,16 @@ class Judge:
         self.whole_images = torch.stack([overall(look) for look in self.looks])
         self.whole_patterns = self.zoomed_whole[: len(self.looks)]
         own = [strangeness(look, self.bank, [row]) for row, look in enumerate(self.looks)]
+        # The finest patterns differ in any sample, as a base's own texture does: edges and grain are asked of other measures.
+        self.strengths = {
+            scale: float(np.mean([edge_strength(look, scale) for look in self.looks])) for scale in SCALES[1:]
+        }
+        formed = [at_strength(look, self.strengths) for look in self.looks]
+        self.forms = bank_of(formed)
+        odd = [strangeness(look, self.forms, [row]) for row, look in enumerate(formed)]
         self.usual_extremes = {
-            scale: float(np.mean([float(each[scale].quantile(EXTREME)) for each in own])) + 1e-6 for scale in SCALES
+            scale: float(np.mean([float(each[scale].quantile(EXTREME)) for each in odd])) + 1e-6
+            for scale in self.strengths
         }
         apart = [self.whole_distance(whole, [row]) for row, whole in enumerate(self.whole_patterns)]
         self.usual_distance = float(np.mean(apart))
@@ -272,6 +297,7 @@ class Judge:
         whole = overall_patterns(look)
         strange, turned = strangeness(look, self.bank, without), strangeness(look, self.mirrored, without)
         right, wrong = (sum(float(each[scale].mean()) for scale in SCALES[1:]) for each in (strange, turned))
+        forms = strangeness(at_strength(look, self.strengths), self.forms, without)
         rows = [row for row in range(len(self.looks)) if row not in without]
         return self.foreign(look, rows) | {
             # As a whole, and in its coarse patterns wherever they are: what is fine is asked of other measures.
@@ -280,7 +306,7 @@ class Judge:
             "strange": float(np.mean([float(strange[scale].mean()) / self.usual_means[scale] for scale in SCALES])),
             "plain": -math.log(float(look.patterns[SCALES[0]].structured.float().mean()) + 1e-3),
             "odd": float(
-                np.mean([float(strange[scale].quantile(EXTREME)) / self.usual_extremes[scale] for scale in SCALES])
+                np.mean([float(forms[scale].quantile(EXTREME)) / usual for scale, usual in self.usual_extremes.items()])
             ),
             "missing": self.parts.without(without).missing(look),
             "turned": math.log((right + 1e-6) / (wrong + 1e-6)),

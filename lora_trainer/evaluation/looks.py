@@ -19,6 +19,7 @@ from torch.nn.functional import avg_pool2d, pad, unfold
 SIDE = 128  # pixels of the judged copy's side, if it is square
 SCALES = (1, 2, 4)  # the copy is reduced by these; a pattern covers 8, 16 and 32 of its pixels
 BLOCK = 4  # pixels of a pattern's quarter
+COLORS = 3  # opponent colors of a block
 DIRECTIONS = 8  # of a gradient, over half a turn: a dark line on light is one on dark, inverted
 EDGE_WEIGHT = 3.0  # of gradients beside colors in a pattern
 FLAT = 0.015  # a pattern whose gradients are weaker, of 1, has no structure
@@ -81,8 +82,13 @@ def patterns_of(pixels: Tensor) -> Patterns:
     blocks = torch.cat([avg_pool2d(opponents, BLOCK), EDGE_WEIGHT * avg_pool2d(directions(pixels.mean(0)), BLOCK)])
     rows, columns = blocks.shape[1] - 1, blocks.shape[2] - 1
     values = unfold(blocks[None], 2)[0].T.reshape(rows, columns, -1)
-    edges = unfold(blocks[None, 3:], 2)[0].sum(0).reshape(rows, columns) / (4 * EDGE_WEIGHT)
+    edges = unfold(blocks[None, COLORS:], 2)[0].sum(0).reshape(rows, columns) / (4 * EDGE_WEIGHT)
     return Patterns(values, edges > FLAT)
+
+
+def edges_of(values: Tensor) -> Tensor:
+    """The part of patterns [..., D] that their gradients are, a view; the rest are colors."""
+    return values[..., 4 * COLORS :]
 
 
 def directions(gray: Tensor) -> Tensor:

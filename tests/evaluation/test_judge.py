@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageFilter
 
+from lora_trainer import builtin
 from lora_trainer.evaluation import judge as judging
 from lora_trainer.evaluation.faults import FAULTS
 from lora_trainer.evaluation.judge import (
@@ -22,12 +25,14 @@ from lora_trainer.evaluation.judge import (
     OTHER_WORDS,
     TOWARDS_OTHER,
     Judge,
+    at_strength,
+    edge_strength,
     is_beyond,
     limits_between,
     same_place_distance,
 )
 from lora_trainer.evaluation.judge import Tested as JudgeTested
-from lora_trainer.evaluation.looks import look_at
+from lora_trainer.evaluation.looks import COLORS, SCALES, look_at
 
 FUNGO = sorted((Path(__file__).resolve().parents[1] / "data_sets" / "fungo").glob("*.webp"))
 COUNT = 16  # the first ones are the dataset, and the others are new images of the same subject
@@ -192,3 +197,30 @@ def test_an_encoder_measures_how_foreign_a_sample_is() -> None:
     )
     assert near["foreign"] < 0.1 < 1.0 < far["foreign"]
     assert math.isnan(judge.measure(look_at(None, describe))["foreign"])
+
+
+def test_bolder_edges_are_not_odd_and_melted_forms_are() -> None:
+    """Guidance makes lines bolder than the dataset's: their forms are the same."""
+    files = sorted((Path(builtin.__file__).parent / "pomo").glob("*.webp"))
+    images = [Image.open(file).convert("RGB") for file in files]
+    judge = Judge(images, [file.with_suffix(".txt").read_text("utf-8").strip() for file in files])
+    limits, rng = judge.tested().limits, random.Random(1)
+
+    def odd(change: Callable[[Image.Image], Image.Image]) -> float:
+        values = [judge.measure(look_at(change(image)), [row]) for row, image in enumerate(images)]
+        return sum(is_beyond(each, limits, ["odd"]) for each in values) / len(values)
+
+    assert odd(lambda image: image.filter(ImageFilter.UnsharpMask(2, 100, 0))) <= 0.25
+    assert odd(lambda image: FAULTS["melted"].plant(image, images, rng)) >= 0.75
+
+
+@given(factor=st.floats(0.6, 1.6))
+def test_edges_are_brought_to_one_strength(factor: float) -> None:
+    look = look_at(drawn(0)[0])
+    strengths = {scale: factor * edge_strength(look, scale) for scale in SCALES[1:]}
+    brought = at_strength(look, strengths)
+    for scale, strength in strengths.items():
+        assert edge_strength(brought, scale) == pytest.approx(strength, rel=1e-4)
+        colors = 4 * COLORS
+        same = (brought.patterns[scale].values[..., :colors], look.patterns[scale].values[..., :colors])
+        assert torch.equal(*same)
