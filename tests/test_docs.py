@@ -95,6 +95,7 @@ ADVISED = re.compile(
 FILE_ENDINGS = (".json", ".jsonl", ".onnx", ".toml", ".py", ".safetensors")
 # Fields of run.json, and keys of files.
 NO_SETTINGS = (
+    "diff_output_preservation_class",  # of ai-toolkit's datasets
     "lora.images",
     "lora.numbers.learning.by_noise",
     "lora.choice",

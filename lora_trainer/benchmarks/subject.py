@@ -39,8 +39,8 @@ from lora_trainer.run.reading import reading
 from lora_trainer.run.session import Session, open_session, with_generated_images
 from lora_trainer.training.build import build_step_context
 from lora_trainer.training.feed import Feed, make_feed
-from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
+from lora_trainer.training.objectives.guidance import make_guidance_target
 from lora_trainer.training.processes import Processes, join_processes
 from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback

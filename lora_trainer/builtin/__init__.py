@@ -45,3 +45,19 @@ PROMPTS = tuple(
     f"{COLORS[(number + 1 + number // len(COLORS)) % len(COLORS)]} background"
     for number in range(16)
 ) + tuple(f"an icon of {thing} in front of white" for thing in THINGS)
+# What a LoRA leaves alone (`loss.output_preservation_weight`): the same, and what may be near to anybody's subject.
+PRESERVED = (
+    *PROMPTS,
+    "a mascot",
+    "a drawing of a cartoon character",
+    "a character waves",
+    "a picture of a character on a green background",
+    "a robot smiles",
+    "a person with a sign",
+    "an icon of a woman",
+    "a man on a street",
+    "a dog in a garden",
+    "an icon of a face",
+    "a smiling thing, blue background",
+    "it holds a sign with a heart",
+)

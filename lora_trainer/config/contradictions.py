@@ -477,17 +477,19 @@ def control(settings: Settings) -> list[Yields]:
     return found
 
 
-def guidance_target(settings: Settings) -> list[Yields]:
-    """A target by the frozen text encoders' empty caption, where text encoders are trained."""
+def targets_of_the_base(settings: Settings) -> list[Yields]:
+    """A target by the frozen text encoders, where text encoders are trained."""
     setting = {
         "text_encoder.learning_rates": any(settings["text_encoder.learning_rates"]),
         "textual_inversion.placeholder_tokens": bool(settings["textual_inversion.placeholder_tokens"]),
     }
     trained = [name for name, is_set in setting.items() if is_set]
-    if settings["loss.guidance_target"] is None or not trained:
+    if not trained:
         return []
     reason = f"its target is of the base model as it was, and {trained[0]} trains its text encoders"
-    return [Yields("loss.guidance_target", None, reason, f"Remove loss.guidance_target, or {trained[0]}.")]
+    off = {"loss.guidance_target": None, "loss.output_preservation_weight": 0.0}
+    asked = [name for name, value in off.items() if settings[name] != value]
+    return [Yields(name, off[name], reason, f"Remove {name}, or {trained[0]}.") for name in asked]
 
 
 def learned_tokens(settings: Settings) -> list[Yields]:
@@ -550,7 +552,7 @@ RULES: tuple[Callable[[Settings], list[Yields]], ...] = (
     determinism,
     memory,
     control,
-    guidance_target,
+    targets_of_the_base,
     learned_tokens,
 )
 

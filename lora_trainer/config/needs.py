@@ -15,6 +15,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "off", (), [], {})
 EXAMPLES = {  # usual values of needed settings, for fixes
     "captions.tag_dropout": 0.1,
     "data.num_class_images": 32,
+    "loss.output_preservation_weight": 1.0,
     "noise.multires_iterations": 6,
     "optimizer.gradient_noise": 0.01,
     "train.swa_start": 0.75,

@@ -43,7 +43,7 @@ class Remedy:
 
 
 SLOWER = "Train at a lower learning rate."
-REGULARIZE = "Train with data.num_class_images=32"
+PRESERVE = "Train with loss.output_preservation_weight=1 in every step"
 # By the code of the finding. Of a part it is what to do where the part is refused.
 REMEDIES: Mapping[str, Remedy] = {
     "works": Remedy("Export or train it again."),
@@ -77,14 +77,14 @@ REMEDIES: Mapping[str, Remedy] = {
         less="Train fewer steps, or with more varied images.",
     ),
     "drift": Remedy(
-        longer=f"{REGULARIZE}.",
-        gentler=f"{REGULARIZE}, or at a lower learning rate or rank.",
-        less=f"{REGULARIZE}, or fewer steps, or at a lower learning rate or rank.",
+        longer=f"{PRESERVE}.",
+        gentler=f"{PRESERVE}, or at a lower learning rate or rank.",
+        less=f"{PRESERVE}, or fewer steps, or at a lower learning rate or rank.",
     ),
     "stays_away": Remedy(
-        longer=f"{REGULARIZE}.",
-        gentler=f"{REGULARIZE}, or at a lower rank.",
-        less=f"{REGULARIZE}, or fewer steps, or at a lower rank.",
+        longer=f"{PRESERVE}.",
+        gentler=f"{PRESERVE}, or at a lower rank.",
+        less=f"{PRESERVE}, or fewer steps, or at a lower rank.",
     ),
     "large_update": Remedy(gentler=SLOWER, less=SLOWER),
     "dead_modules": Remedy(

@@ -87,6 +87,7 @@ from lora_trainer.importers.words import (
 
 # Linear layers and 1x1 convolutions of the whole U-Net; with `conv` its other convolutions too.
 ALL_LINEAR = ("*.attentions.*", "*.time_emb_proj", "*embedding.*", "*.conv_shortcut")
+PRESERVED = "general prompts keep the base model's output, too"
 OF_THE_BASE = "the prediction for the empty caption is the base model's, without the LoRA"
 
 
@@ -207,6 +208,26 @@ def _guidance_target(value: Any, around: Around) -> Took:
     if isinstance(scale, list):
         return Took({}, "a scale drawn from a range: set loss.guidance_target to one number", "changed")
     return Took({"loss.guidance_target": number(scale)}, OF_THE_BASE, "changed")
+
+
+def _output_preservation(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    weight = around["train.diff_output_preservation_multiplier"]
+    name = around["train.diff_output_preservation_class"]
+    settings = {"loss.output_preservation_weight": 1.0 if weight is None else number(weight)}
+    if name is None:
+        return Took(settings, PRESERVED, "changed")
+    kept = {**settings, "loss.output_preservation_class": text(name)}
+    return Took(kept, PRESERVED, "changed")
+
+
+def _blank_preservation(value: Any, around: Around) -> Took:
+    if not truth(value):
+        return Took({}, "off", "ignored")
+    weight = around["train.blank_prompt_preservation_multiplier"]
+    kept = {"loss.output_preservation_weight": 1.0 if weight is None else number(weight)}
+    return Took(kept, PRESERVED, "changed")
 
 
 def _samples(value: Any, around: Around) -> Took:
@@ -331,6 +352,19 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "train.noise_offset": unless_off("noise.offset", number),
     "train.loss_type": by(_loss, "loss.type", "others than ours are replaced"),
+    "train.diff_output_preservation": by(
+        _output_preservation, "loss.output_preservation_weight loss.output_preservation_class", PRESERVED, changes=True
+    ),
+    "train.diff_output_preservation_multiplier": part_of(
+        "train.diff_output_preservation", "loss.output_preservation_weight"
+    ),
+    "train.diff_output_preservation_class": part_of("train.diff_output_preservation", "loss.output_preservation_class"),
+    "train.blank_prompt_preservation": by(
+        _blank_preservation, "loss.output_preservation_weight", PRESERVED, changes=True
+    ),
+    "train.blank_prompt_preservation_multiplier": part_of(
+        "train.blank_prompt_preservation", "loss.output_preservation_weight"
+    ),
     "train.reg_weight": same("loss.prior_loss_weight", number),
     "train.do_guidance_loss": by(_guidance_target, "loss.guidance_target", OF_THE_BASE, changes=True),
     "train.guidance_loss_target": part_of("train.do_guidance_loss", "loss.guidance_target"),

@@ -23,6 +23,7 @@ def settings_against(config: Config) -> str:
         "model.training_adapter": config.model.training_adapter is not None,
         "lora.dropout": config.lora.has_dropout,
         "loss.guidance_target": config.loss.guidance_target is not None,
+        "loss.output_preservation_weight": config.loss.output_preservation_weight > 0,
         "train.auto_find_micro_batch_size": config.train.auto_find_micro_batch_size,
         "train.deterministic": config.train.deterministic,
         "memory.offload_activations": config.memory.offload_activations,

@@ -83,6 +83,7 @@ class Demand:
     rounded: bool = False  # bf16 weights alone, without masters (`optimizer.stochastic_rounding`)
     frozen: int = 0  # values of `model.training_adapter`
     guided: bool = False  # `loss.guidance_target`
+    preserved: float = 0.0  # share of the steps with `loss.output_preservation_weight`
     shards: int = 1  # processes that share the base model's weights (`memory.fsdp`)
     regathered: bool = True  # for the backward pass, in place of gathered blocks that wait for it
     others: Callable[[Demand, MemoryPlan], Mapping[str, float]] = field(default=no_other_phases, compare=False)
@@ -183,8 +184,10 @@ def parts_of(
     activations += encoding  # at the same time as the step
     overhead = CONTEXT_GIB * GIB + FRAGMENTATION * (adapter + state + activations)
     flops: float = found.flops
-    if demand.guided:  # half of a step that recomputes nothing: frozen weights need no gradients of their own
-        flops += demand.memory_model.footprint(replace(sizes, checkpointed=0, recompute="full"), precision).flops / 2
+    if demand.guided or demand.preserved:
+        plain = demand.memory_model.footprint(replace(sizes, checkpointed=0, recompute="full"), precision).flops
+        forward = plain / 2  # frozen weights need no gradients of their own
+        flops += demand.preserved * (flops + forward) + demand.guided * forward
     flops = flops * samples / micro + texts.flops(samples, checkpointed=recomputed)
     base = weights_on_gpu(demand, precision) if demand.shards > 1 else found.weights
     held = base + autoencoder + itemsize * (sum(texts.held.values()) + demand.frozen)

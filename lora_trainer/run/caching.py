@@ -53,7 +53,9 @@ from lora_trainer.run.inputs import (
     own_architecture,
     view_bytes,
 )
+from lora_trainer.run.preserved_prompts import class_captions, general_prompts
 from lora_trainer.run.reading import caches_texts
+from lora_trainer.training.objectives.preservation import Preservation, PreservedPrompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +113,8 @@ def plan_caches(config: Config, inputs: Inputs, choices: Choices) -> CachePlans:
     else:
         shown = [(samples[index], views[index][0]) for index in measured(inputs)]
     samples_read, seen = captioned(config, inputs)
-    texts = plan_texts(samples_read, (), folder, text_key, dtype, seen)
+    preserved = (*class_captions(config, inputs.train), *general_prompts(config))
+    texts = plan_texts(samples_read, preserved, folder, text_key, dtype, seen)
     if not caches_texts(config, inputs.family):
         texts = replace(texts, items=(), keys=(), missing=(), reasons=())
     return CachePlans(plan_latents(shown, folder, image_key, DTYPES[config.cache.latents_dtype]), texts)
@@ -321,6 +324,22 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
             for own, sample, views in zip(keys, samples_read, seen, strict=False)
         ],
     )
+
+
+def preservation_of(config: Config, inputs: Inputs, plans: CachePlans) -> Preservation | None:
+    """What adds preserved samples to the steps; None where nothing is preserved. Raises UsageError for an edit model."""
+    loss = config.loss
+    if not loss.output_preservation_weight:
+        return None
+    if inputs.facts.control_tokens:
+        message = "loss.output_preservation_weight needs prompts alone, and this model reads them with control images."
+        raise UsageError(Problem("preservation_with_controls", message, "Remove loss.output_preservation_weight."))
+    of_class, general = class_captions(config, inputs.train), general_prompts(config)
+    extra = plans.texts.keys[-1 - len(of_class) - len(general) : -1]
+    prompts = PreservedPrompts(plans.texts.keys[-1], extra[: len(of_class)], extra[len(of_class) :])
+    store = Store(plans.texts.folder, "texts")
+    every = loss.output_preservation_every_n_steps
+    return Preservation(loss.output_preservation_weight, every, prompts, store, config.train.seed)
 
 
 def latent_keys(inputs: Inputs, plans: CachePlans) -> list[tuple[str, ...]]:

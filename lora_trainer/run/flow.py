@@ -47,7 +47,7 @@ from lora_trainer.monitor.trackers import SYSTEM, VALIDATION, Trackers, read_lin
 from lora_trainer.report.curve import still_falling
 from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
-from lora_trainer.run.caching import cache_folder, cached_data, measured_images
+from lora_trainer.run.caching import cache_folder, cached_data, measured_images, preservation_of
 from lora_trainer.run.changed_data import write_images
 from lora_trainer.run.choices import DTYPES, asked_by_user, compiling_pays
 from lora_trainer.run.compare_loras import compare_after_training
@@ -93,8 +93,8 @@ from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_vali
 from lora_trainer.training.checkpoints.scratch import Scratch
 from lora_trainer.training.control import is_stopped_early, stop_reason
 from lora_trainer.training.feed import Feed, make_feed
-from lora_trainer.training.guidance import make_guidance_target
 from lora_trainer.training.loop import train
+from lora_trainer.training.objectives.guidance import make_guidance_target
 from lora_trainer.training.profiler import ProfiledDevice, Profiler
 from lora_trainer.training.requests import Requests
 from lora_trainer.training.run import Run
@@ -229,12 +229,16 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         empty = data.texts.read(data.empty_key)
         guidance = make_guidance_target(scale, context.denoiser, empty, context.device, context.dtype)
         context = guidance.applied_to(context)
+    preservation = preservation_of(config, inputs, plans)
+    if preservation is not None:
+        context = preservation.applied_to(context)
     if not config.cache.latents:
         console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")
         fresh = fresh_latents(config, inputs, session.choices, session.processes.world)
         data = replace(data, fresh=fresh)
     session = with_found_micro(session, context, data)
-    feed = make_feed(config, data, context, session.processes, session.choices.micro, session.steps.total)
+    micro, total = session.choices.micro, session.steps.total
+    feed = make_feed(config, data, context, session.processes, micro, total)
     return session, make_run(session, context, feed, images, settings)
 
 

@@ -80,7 +80,8 @@ def make_feed(
         without_weight = (
             replace(each, weights=torch.zeros_like(each.weights), is_idle=True) for each in made[len(groups) :]
         )
-        return copied([*made[: len(groups)], *without_weight])
+        every = [*made[: len(groups)], *without_weight]
+        return copied(context.add_micros(every, [batch.places for batch in batches], step))
 
     def text_of(ref: Ref, step: int) -> str | None:
         number = data.text(ref, step, step // plan.steps_per_epoch, seed)

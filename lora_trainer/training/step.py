@@ -8,7 +8,7 @@ processes vote whether all continue, gradients are summed over them, clipped, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 Guard = Literal["ahead", "on_device", "late"]
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 Evaluated = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]  # `Predict` of one denoiser
+# Micro-batches of a step, the places (sample id, occurrence) of their samples, and the step -> those that are trained.
+AddMicros = Callable[[list["MicroBatch"], Sequence[Sequence[tuple[str, int]]], int], list["MicroBatch"]]
 # What the denoiser should predict for noisy latents [B, C, h, w] of a micro-batch.
 Target = Callable[["StepContext", "MicroBatch", Tensor], Tensor]
 
@@ -132,6 +134,7 @@ class StepContext:
     texts: TrainedTexts | None = None
     conditioning: Callable[[MicroBatch], Mapping[str, Tensor]] = cached_conditioning
     target: Target = plain_target
+    add_micros: AddMicros = lambda micros, places, step: micros
     validated: Callable[[StepContext], Evaluated] | None = None  # what validation losses are of, where not `predict`
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
     built: Built = Built()
@@ -233,7 +236,10 @@ def train_step(
     # After all processes have settled, one alone cannot repeat the step.
     with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
         gradients_are_there()
-        sums.add_up(context)
+        for flat, parts in zip(sums.flats, sums.parts, strict=True):
+            assert context.reduce is not None
+            with context.phase("all_reduce"):
+                spread(context.reduce(flat), parts)
         set_lr(context.optimizer, settings.lr, context.shares, settings.momentum)
         norm, skipped = update(context, total, settings)
     # A product, since the scaler changes its own in place; on the device, so that nothing waits.
@@ -269,12 +275,6 @@ class StepSums:
     losses: tuple[Tensor, ...]
     flats: tuple[Tensor, ...] = ()
     parts: tuple[list[Tensor], ...] = ()
-
-    def add_up(self, context: StepContext) -> None:
-        for flat, parts in zip(self.flats, self.parts, strict=True):
-            assert context.reduce is not None
-            with context.phase("all_reduce"):
-                spread(context.reduce(flat), parts)
 
 
 def sums_of_step(context: StepContext, total: Tensor, losses: tuple[Tensor, ...], samples: int) -> StepSums:

@@ -15,7 +15,7 @@ from lora_trainer.adapters.lora import LORA, MovedLinear, inject_lora, sum_updat
 from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
-from lora_trainer.training.guidance import without_adapter
+from lora_trainer.training.objectives.guidance import without_adapter
 
 MOVED = ("pissa", "pissa_niter_4", "olora")
 LAYERS = ("0", "2")

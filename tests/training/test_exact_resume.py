@@ -35,6 +35,13 @@ Case = dict[str, object]
 # Each case is one run with all of its settings. Small cases run in every suite, the others in the slow one.
 CASES: dict[str, Case] = {
     "plain": {"checkpoint__every_n_steps": 2, "validation__every_n_steps": 2},
+    "preserved": {
+        "loss__output_preservation_weight": 0.5,
+        "loss__output_preservation_every_n_steps": 2,
+        "loss__output_preservation_prompts": ("a house", "a car"),
+        "loss__output_preservation_class": "a thing",
+        "captions__trigger_word": "sks",
+    },
     "adamw8bit": {"optimizer__name": "adamw8bit", "lora__rank": 128, "lr_scheduler__name": "linear"},
     "paged_adamw8bit": {"optimizer__name": "paged_adamw8bit", "lora__rank": 128, "lr_scheduler__name": "cosine"},
     "adafactor": {

@@ -19,7 +19,7 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.core.errors import UsageError
 from lora_trainer.run.plans.plan import make_plan
 from lora_trainer.run.settings import settle
-from lora_trainer.training.guidance import make_guidance_target, without_adapter
+from lora_trainer.training.objectives.guidance import make_guidance_target, without_adapter
 from lora_trainer.training.step import backward
 from tests.training.tiny_run import TinyPlace
 

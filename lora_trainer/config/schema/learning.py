@@ -268,6 +268,29 @@ class LossSection(Section):
         "changes training",
         "guidance scale in the target, for distilled models: the target is moved away from the base model's own prediction for the empty caption, so that the LoRA does not unlearn the distilled guidance; 3 to 3.5 is usual, and a step takes one more forward pass",
     )
+    output_preservation_weight: NotNegative = setting(
+        0.0,
+        "changes training",
+        "weight of keeping the base model's own output for prompts that are not about the dataset; 0 is off, 1 is usual, and a step that does it takes 2 to 2.5 times as long",
+    )
+    output_preservation_every_n_steps: Count = setting(
+        1,
+        "changes training",
+        "keep the base model's output in every n-th step",
+        needs={"loss.output_preservation_weight": ON},
+    )
+    output_preservation_class: str | None = setting(
+        None,
+        "changes training",
+        "word that replaces the trigger word in captions, such as person: these prompts keep the base model's output, too",
+        needs={"loss.output_preservation_weight": ON},
+    )
+    output_preservation_prompts: tuple[str, ...] = setting(
+        (),
+        "changes training",
+        "prompts that keep the base model's output, with the empty one; empty means a list of people, animals, places and things",
+        needs={"loss.output_preservation_weight": ON},
+    )
     unmasked_weight: Share = setting(
         0.0, "changes training", "weight of a masked image's loss where its mask is black", needs={"source.masks": ON}
     )

@@ -290,6 +290,7 @@ def make_demand(
         control_tokens=facts.control_tokens,
         frozen=sum(elements(read_tensor_header(Path(path).expanduser())) for path in beside),
         guided=config.loss.guidance_target is not None,
+        preserved=bool(config.loss.output_preservation_weight) / config.loss.output_preservation_every_n_steps,
     )
 
 

@@ -7,17 +7,15 @@ plain training teaches such a model to guide less. Here the target is moved as f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_trainer.core.conditioning import controls_of
-from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.training.objectives.without_adapter import refuse_lasting_adapter, without_adapter
 from lora_trainer.training.step import plain_target
 
 if TYPE_CHECKING:
@@ -76,22 +74,6 @@ class GuidanceTarget:
         return predict_unguided
 
 
-@contextmanager
-def without_adapter(denoiser: nn.Module) -> Iterator[None]:
-    """Inside the block the denoiser predicts as without its adapter; a training adapter stays.
-
-    peft's `enable_adapters` would also change which parameters are trained.
-    """
-    before = {each: each._disable_adapters for each in denoiser.modules() if isinstance(each, BaseTunerLayer)}
-    for layer in before:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, disabled in before.items():
-            layer._disable_adapters = disabled
-
-
 def make_guidance_target(
     scale: float, denoiser: nn.Module, cond: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> GuidanceTarget:
@@ -99,9 +81,7 @@ def make_guidance_target(
 
     Raises UsageError for an adapter that cannot be turned off.
     """
-    if not any(isinstance(module, BaseTunerLayer) for module in denoiser.modules()):
-        message = "loss.guidance_target needs predictions without the adapter, and this lora.type cannot be turned off."
-        raise UsageError(Problem("guidance_needs_base", message, "Set lora.type=lora, or remove loss.guidance_target."))
+    refuse_lasting_adapter(denoiser, "loss.guidance_target")
     # Masks stay on the CPU, as those of micro-batches do.
     placed = {name: value if value.dtype == torch.bool else value.to(device, dtype) for name, value in cond.items()}
     return GuidanceTarget(scale, {name: value[None] for name, value in placed.items()})

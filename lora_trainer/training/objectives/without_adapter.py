@@ -1,0 +1,37 @@
+"""The base model's own predictions, while its adapter is in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from lora_trainer.core.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@contextmanager
+def without_adapter(denoiser: nn.Module) -> Iterator[None]:
+    """Inside the block the denoiser predicts as without its adapter; a training adapter stays.
+
+    peft's `enable_adapters` would also change which parameters are trained.
+    """
+    before = {each: each._disable_adapters for each in denoiser.modules() if isinstance(each, BaseTunerLayer)}
+    for layer in before:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, disabled in before.items():
+            layer._disable_adapters = disabled
+
+
+def refuse_lasting_adapter(denoiser: nn.Module, setting: str) -> None:
+    """Raise UsageError for an adapter that cannot be turned off, which `setting` needs."""
+    if not any(isinstance(module, BaseTunerLayer) for module in denoiser.modules()):
+        message = f"{setting} needs predictions without the adapter, and this lora.type cannot be turned off."
+        raise UsageError(Problem("guidance_needs_base", message, f"Set lora.type=lora, or remove {setting}."))
