@@ -20,9 +20,9 @@ from lora_trainer.config.layers import Layer
 from lora_trainer.models.families.sd15 import FAMILY
 from lora_trainer.models.quantization.store import make_quantizer
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
-from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
+from lora_trainer.run.prepare import prepare
 from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings

@@ -46,9 +46,9 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.validation_loss import ValidationLoss, validation_losses
 from lora_trainer.models.families.sd15 import FAMILY
 from lora_trainer.monitor.trackers import VALIDATION, Trackers, read_lines
-from lora_trainer.run.flow import VALIDATION_TIMESTEPS, prepare
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
+from lora_trainer.run.prepare import VALIDATION_TIMESTEPS, prepare
 from lora_trainer.run.session import open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
@@ -57,7 +57,7 @@ from lora_trainer.training.loop import train
 from lora_trainer.training.torch_settings import set_hardware
 
 if TYPE_CHECKING:
-    from lora_trainer.training.run import Run
+    from lora_trainer.training.training_run import Run
 
 CPU = torch.device("cpu")
 SEEDS = (42, 7, 1234)

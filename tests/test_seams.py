@@ -16,7 +16,6 @@ from lora_trainer.models.attention.backends import BACKENDS
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.optim.schedules import SHAPES
 from lora_trainer.run.choices import DTYPES
-from lora_trainer.run.release import RELEASED_STEP
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,6 @@ from lora_trainer.run.release import RELEASED_STEP
     [
         (schema.SchedulerName, SHAPES),
         (schema.Precision, DTYPES),
-        (schema.ExportWeightsName, RELEASED_STEP),
         (schema.LoraCheckName, {**LORA_CHECKS, "auto": None, "off": None}),
     ],
 )

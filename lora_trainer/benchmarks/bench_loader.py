@@ -36,9 +36,9 @@ from lora_trainer.data.loader import CachedData, prefetch
 from lora_trainer.data.sample import Sample
 from lora_trainer.data.views import View
 from lora_trainer.models.families import FAMILIES
-from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import read_inputs, trained_resolution
 from lora_trainer.run.order import Order
+from lora_trainer.run.prepare import prepare
 from lora_trainer.run.reading import reading
 from lora_trainer.run.session import open_session, with_generated_images
 from lora_trainer.run.uncached import fresh_latents

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lora_trainer.benchmarks.split import Split
     from lora_trainer.config.schema import Config
     from lora_trainer.training.micro_batch import MicroBatch
-    from lora_trainer.training.run import Run
+    from lora_trainer.training.training_run import Run
 
 Way = Callable[[int], object]  # does the step of that number
 NEVER = 10**9  # steps

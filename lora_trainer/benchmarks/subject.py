@@ -32,9 +32,9 @@ from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture, Caption, Family, ModelFacts
 from lora_trainer.models.published import public_architecture
 from lora_trainer.run.choices import Choices, asked_by_user, cap_memory, choose
-from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import own_architecture, read_inputs, trained_resolution
 from lora_trainer.run.order import Order
+from lora_trainer.run.prepare import prepare
 from lora_trainer.run.reading import reading
 from lora_trainer.run.session import Session, open_session, with_generated_images
 from lora_trainer.training.build import build_step_context
@@ -42,9 +42,9 @@ from lora_trainer.training.feed import Feed, make_feed
 from lora_trainer.training.micro_batch import MicroBatch, make_copier, make_micro_batch
 from lora_trainer.training.objectives.guidance import make_guidance_target
 from lora_trainer.training.processes import Processes, join_processes
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback
 from lora_trainer.training.torch_settings import set_hardware
+from lora_trainer.training.training_run import Run
 
 if TYPE_CHECKING:
     from lora_trainer.config.layers import Resolved

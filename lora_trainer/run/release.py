@@ -40,7 +40,7 @@ from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lora_trainer.config.schema import Config
@@ -73,28 +73,24 @@ class Released:
 
 def choose_released(config: Config, checkpoints: Path, state: TrainState, context: StepContext) -> Released:
     """The weights of the best step where there are validation images and it is requested; else the last."""
-    step = RELEASED_STEP[config.checkpoint.export_weights](state)
-    weighted = state.best_weighted_loss not in (None, state.best_val_loss)
-    lowest = f"its {'weighted ' * weighted}validation loss is the lowest, {state.best_weighted_loss or 0.0:.4f}"
-    last, loss = f"the last, step {state.step}", f"{state.val_loss:.4f}" if state.val_loss is not None else "none"
-    if step != state.step and (weights := read_best(checkpoints, step)) is not None:
-        reason = f"{lowest}; {last}, has {state.weighted_val_loss or 0.0:.4f}"
-        return Released(step, state.best_val_loss, weights, reason)
-    if step != state.step:
-        reason = f"the weights of step {step}, the best, cannot be read; {last}, has validation loss {loss}"
-    elif config.checkpoint.export_weights == "last":
+    last, loss = f"the last, step {state.step}", "none" if state.val_loss is None else f"{state.val_loss:.4f}"
+    if config.checkpoint.export_weights == "last":
         reason = f"checkpoint.export_weights=last: {last}, has validation loss {loss}"
-    elif state.best_step is None:
-        reason = "the last: no validation images"
-    else:
-        reason = f"the last; {lowest}"
-    return Released(state.step, state.val_loss, context.shown(), reason)
-
-
-RELEASED_STEP: dict[str, Callable[[TrainState], int]] = {
-    "best": lambda state: state.step if state.best_step is None else state.best_step,
-    "last": lambda state: state.step,
-}
+        return Released(state.step, state.val_loss, context.shown(), reason)
+    if state.best_step is None:
+        return Released(state.step, state.val_loss, context.shown(), "the last: no validation images")
+    lowest = f"its validation loss is the lowest, {state.best_weighted_loss or 0.0:.4f}"
+    if state.best_weighted_loss not in (None, state.best_val_loss):
+        lowest = f"its weighted validation loss is the lowest, {state.best_weighted_loss or 0.0:.4f}"
+    if state.best_step == state.step:
+        return Released(state.step, state.val_loss, context.shown(), f"the last; {lowest}")
+    # The best step is an earlier one: its weights are in its checkpoint.
+    weights = read_best(checkpoints, state.best_step)
+    if weights is None:
+        reason = f"the weights of step {state.best_step}, the best, cannot be read; {last}, has validation loss {loss}"
+        return Released(state.step, state.val_loss, context.shown(), reason)
+    reason = f"{lowest}; {last}, has {state.weighted_val_loss or 0.0:.4f}"
+    return Released(state.best_step, state.best_val_loss, weights, reason)
 
 
 def lora_weights(config: Config, family: Family, trained: Mapping[str, Tensor]) -> AdapterWeights:

@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # torch is loaded after the data is checked
     from lora_trainer.config.layers import Resolved
     from lora_trainer.evaluation.lora_report import LoraReport
     from lora_trainer.models.family import Family, ModelFacts
-    from lora_trainer.run.flow import Outcome
+    from lora_trainer.run.after_training import Outcome
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ def run_recorded(order: Order, inputs: Inputs) -> RunResult:
         from lora_trainer.monitor.memory import set_allocator
         from lora_trainer.monitor.tracker_thread import TrackerThreads
         from lora_trainer.run.caching import cache_folder
-        from lora_trainer.run.flow import run_session
         from lora_trainer.run.room import patience_of
+        from lora_trainer.run.run import run_session
         from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, step_of
         from lora_trainer.training.checkpoints.scratch import take_over
         from lora_trainer.training.determinism import only_deterministic

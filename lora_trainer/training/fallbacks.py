@@ -34,9 +34,9 @@ from lora_trainer.training.step import (
 if TYPE_CHECKING:
     from lora_trainer.training.micro_batch import MicroBatch
     from lora_trainer.training.reporter import Reporter
-    from lora_trainer.training.run import Run
     from lora_trainer.training.state import OomFallback, TrainState
     from lora_trainer.training.stopping import Stopping
+    from lora_trainer.training.training_run import Run
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
     from lora_trainer.monitor.events import Kind
     from lora_trainer.training.reporter import Reporter
-    from lora_trainer.training.run import Run
     from lora_trainer.training.state import TrainState
     from lora_trainer.training.step import StepContext, StepResult
+    from lora_trainer.training.training_run import Run
 
 MOST_OVERFLOWS = 50  # steps in a row that fp16 may skip before the run fails
 SMALLEST_SCALE = 1.0  # of fp16's losses: below it gradients overflow even unscaled

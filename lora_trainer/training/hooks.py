@@ -17,8 +17,8 @@ from lora_trainer.training.checkpoints.save import keep_weights, save, settle
 from lora_trainer.training.guard import check_weights_are_finite
 from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.oom_fallback import agree_across_processes
-from lora_trainer.training.run import Run, is_due, is_regular, lr_at
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.training_run import Run, is_due, is_regular, lr_at
 from lora_trainer.training.update_sizes import UpdateSizes
 from lora_trainer.training.validation import validate
 

@@ -22,10 +22,10 @@ from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import install
 from lora_trainer.training.recovery import Rollback, is_out_of_reach, roll_back, save_and_make_error
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run, is_finished, is_unvalidated, lr_at
 from lora_trainer.training.state import TrainState
 from lora_trainer.training.step import abort_step
 from lora_trainer.training.stopping import Stopping
+from lora_trainer.training.training_run import Run, is_finished, is_unvalidated, lr_at
 from lora_trainer.training.validation import validate
 
 if TYPE_CHECKING:

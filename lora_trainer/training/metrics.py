@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from lora_trainer.training.reporter import Reporter
-    from lora_trainer.training.run import Run
     from lora_trainer.training.state import TrainState
     from lora_trainer.training.step import StepResult
+    from lora_trainer.training.training_run import Run
 
 READ_EVERY = 10  # steps whose metrics may stay on a GPU
 

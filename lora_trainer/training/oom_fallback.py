@@ -15,8 +15,8 @@ from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpoi
 if TYPE_CHECKING:
     from lora_trainer.training.micro_batch import MicroBatch
     from lora_trainer.training.reporter import Reporter
-    from lora_trainer.training.run import Run
     from lora_trainer.training.state import OomFallback, TrainState
+    from lora_trainer.training.training_run import Run
 
 AGREE_EVERY = 10  # steps between two agreements of all processes
 

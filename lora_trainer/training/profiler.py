@@ -1,6 +1,6 @@
 """Profile steps of a run into its folder `profile`: a trace, and how long each phase takes (docs/profile.md).
 
-The run is composed with it when it is built (`run/flow.py`): `phase` around the phases of a step, `after_step` as its
+The run is composed with it when it is built (`run/prepare.py`): `phase` around the phases of a step, `after_step` as its
 last hook. It changes nothing that is computed. With several processes the main one is profiled.
 """
 

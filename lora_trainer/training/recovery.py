@@ -14,8 +14,8 @@ from lora_trainer.training.group import ProcessLost
 if TYPE_CHECKING:
     from lora_trainer.monitor.events import Kind
     from lora_trainer.training.reporter import Reporter
-    from lora_trainer.training.run import Run
     from lora_trainer.training.state import TrainState
+    from lora_trainer.training.training_run import Run
 
 # Resolution, weight dtype and rank cannot change on resuming: they need a new run.
 SMALLER_RUN = (

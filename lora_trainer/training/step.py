@@ -159,6 +159,11 @@ class StepContext:
         return self.built.shards > 1
 
     @property
+    def stored_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the trained weights, and of what checkpoints and LoRA files hold beside them."""
+        return [tuple(value.shape) for value in (*self.adapter.masters.values(), *self.adapter.fixed.values())]
+
+    @property
     def masters(self) -> list[nn.Parameter]:
         return list(self.adapter.masters.values())
 

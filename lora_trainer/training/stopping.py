@@ -21,7 +21,7 @@ from lora_trainer.core.interrupt import (
     signal_that_came,
 )
 from lora_trainer.training.requests import KINDS
-from lora_trainer.training.run import Run, is_finished, is_unvalidated
+from lora_trainer.training.training_run import Run, is_finished, is_unvalidated
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import Config

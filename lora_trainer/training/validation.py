@@ -21,9 +21,9 @@ from lora_trainer.training.checkpoints.save import keep_best
 from lora_trainer.training.control import Validated, after_validation, after_worse
 from lora_trainer.training.metrics import progress_of
 from lora_trainer.training.recovery import out_of_memory_error, save_and_make_error
-from lora_trainer.training.run import Run, lr_at
 from lora_trainer.training.steering import RegularValidation
 from lora_trainer.training.stopping import any_aborted
+from lora_trainer.training.training_run import Run, lr_at
 
 if TYPE_CHECKING:
     from lora_trainer.run_folder.progress import Phase

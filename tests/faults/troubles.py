@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers import CLIPTextModel
 
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.run import flow
+from lora_trainer.run import after_training
 from lora_trainer.run_folder import progress
 from tests.faults.disk import Page
 from tests.recipes.recipe import delete_under_a_run
@@ -57,7 +57,7 @@ def die(_: int) -> None:
 
 def die_before_release() -> None:
     """SIGKILL after training and saving."""
-    before(flow, "choose_released", die)
+    before(after_training, "choose_released", die)
 
 
 def out_of_memory(place: str, at: int) -> None:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation import lora_check, prediction
 from lora_trainer.evaluation.evidence import Effort
-from lora_trainer.run import flow
+from lora_trainer.run import after_training
 from tests.faults.disk import Mode, Page, loaded_page
 from tests.faults.phases import phase_of
 from tests.faults.troubles import TROUBLES, report_to
@@ -40,7 +40,7 @@ def warm_up(commands: list[list[str]]) -> None:
     lora_check.LORA_CHECKS = {**lora_check.LORA_CHECKS, "full": Effort(2, 2, 1, 1)}
     lora_check.base_visits = partial(lora_check.base_visits, steps=1)
     torch.set_num_threads(1)
-    flow.judge_lora = partial(judged, flow.judge_lora)
+    after_training.judge_lora = partial(judged, after_training.judge_lora)
     for arguments in commands:
         if main(arguments) != 0:
             raise SystemExit(f"the undisturbed command failed: {' '.join(arguments)}")
@@ -63,8 +63,8 @@ def be_brief() -> None:
     def left_out(*_: Any, **__: Any) -> None:
         raise RuntimeError("left out in this try")
 
-    flow.judge_lora = lambda *_, **__: REPORTS[0]
-    flow.draw_comparison = left_out  # type: ignore[assignment]
+    after_training.judge_lora = lambda *_, **__: REPORTS[0]
+    after_training.draw_comparison = left_out  # type: ignore[assignment]
 
 
 def child(request: dict[str, Any], page: Page) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from lora_trainer.monitor.trackers import Trackers
-from lora_trainer.run import flow
+from lora_trainer.run import prepare
 from tests.recipes.recipe import Bench, exported, patched, record, rows, tensor_bytes
 from tests.recipes.test_resume import at_step, stop
 
@@ -136,7 +136,7 @@ def test_a_signal_in_the_last_step_skips_no_validation(bench: Bench) -> None:
 
 
 def test_a_nan_validation_loss_is_never_the_best(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    measured: Callable[..., torch.Tensor] = flow.validation_losses
+    measured: Callable[..., torch.Tensor] = prepare.validation_losses
     calls: list[int] = []
 
     def spoilt(*arguments: object, **named: object) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_a_nan_validation_loss_is_never_the_best(bench: Bench, capsys: pytest.Ca
         losses = measured(*arguments, **named)
         return losses * float("nan") if calls[-1] == 1 else losses
 
-    with patched(flow, "validation_losses", spoilt):
+    with patched(prepare, "validation_losses", spoilt):
         assert bench.run("run", **HASTY, steps=3) == 0
     measured_at = {row["step"]: row["loss"] for row in rows(bench.folder("run"), "validation.jsonl")}
     assert measured_at[1] is None

@@ -18,7 +18,7 @@ import pytest
 
 from lora_trainer.core import disk
 from lora_trainer.monitor.trackers import EVENTS
-from lora_trainer.run import flow
+from lora_trainer.run import after_training
 from lora_trainer.training import loop
 from tests.recipes.recipe import Bench, delete_under_a_run, exported, losses, patched, record, rows
 
@@ -41,7 +41,7 @@ def no_images() -> Iterator[None]:
     def draw(*_: Any, **__: Any) -> None:
         raise RuntimeError("not drawn here")
 
-    with patched(flow, "draw_comparison", draw):
+    with patched(after_training, "draw_comparison", draw):
         yield
 
 

@@ -19,7 +19,7 @@ from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
 from lora_trainer.export.lora_file import FileLayout, read_lora, write_lora
 from lora_trainer.models.families import FAMILIES
-from lora_trainer.run import flow
+from lora_trainer.run import after_training
 from lora_trainer.run.release import lora_weights
 from tests.export.tiny import facts, tiny_pipeline
 from tests.recipes.recipe import Bench, exported, header_of, losses, patched, record, rows, stored_as
@@ -87,7 +87,7 @@ def test_the_average_is_exported_and_validated_and_training_is_unchanged(average
 def test_a_schedule_free_run_exports_its_averaged_weights(bench):
     """The library's own average, read after ours."""
     seen: dict[str, torch.Tensor] = {}
-    true = flow.choose_released
+    true = after_training.choose_released
 
     def looking(config, checkpoints, state, context):
         released = true(config, checkpoints, state, context)
@@ -97,7 +97,7 @@ def test_a_schedule_free_run_exports_its_averaged_weights(bench):
         assert any(not torch.equal(seen[name], trained[name]) for name in seen)
         return released
 
-    with patched(flow, "choose_released", looking):
+    with patched(after_training, "choose_released", looking):
         assert bench.run("free", optimizer__name="adamw_schedulefree", checkpoint__export_weights="last") == 0
     assert_exported(bench.folder("free"), seen)
 

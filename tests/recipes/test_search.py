@@ -22,7 +22,7 @@ from lora_trainer.config.schema import Config
 from lora_trainer.diffusion import loss
 from lora_trainer.monitor.trackers import Trackers
 from lora_trainer.training import loop
-from lora_trainer.training.run import Run
+from lora_trainer.training.training_run import Run
 from tests.recipes.recipe import Bench, patched, record, rows, tensor_bytes
 from tests.recipes.test_batch_together import counted_passes
 

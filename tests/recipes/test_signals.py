@@ -17,7 +17,8 @@ from lora_trainer import report
 from lora_trainer.config.layers import Layer
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.interrupt import Stopped, listening
-from lora_trainer.run import flow, release, session
+from lora_trainer.run import after_training, prepare, release, session
+from lora_trainer.run import run as whole_run
 from lora_trainer.run import train as outside
 from lora_trainer.run.inputs import read_inputs
 from lora_trainer.run.order import Order, plain_console
@@ -32,15 +33,15 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 PHASES: dict[str, tuple[Any, str, int, int]] = {
     "checking": (outside, "read_inputs", 1, 0),
     "caching": (session, "fill_caches", 1, 0),
-    "building": (flow, "build_step_context", 1, 0),
-    "first validation": (flow, "validation_losses", 1, 0),
+    "building": (prepare, "build_step_context", 1, 0),
+    "first validation": (prepare, "validation_losses", 1, 0),
     "a slow step": (step, "backward", 5, 2),
-    "validation": (flow, "validation_losses", 2, 3),
+    "validation": (prepare, "validation_losses", 2, 3),
     "a checkpoint": (saving, "save_checkpoint", 1, 4),  # it finishes, and one more step
     "images": (release, "draw_comparison", 1, 4),
-    "the release": (flow, "choose_released", 1, 6),
-    "the gate": (flow, "judge_lora", 1, 6),
-    "the last images": (flow, "draw_comparison", 1, 6),
+    "the release": (after_training, "choose_released", 1, 6),
+    "the gate": (after_training, "judge_lora", 1, 6),
+    "the last images": (after_training, "draw_comparison", 1, 6),
 }
 IN_EVERY_SUITE = ("caching", "a slow step", "validation", "the gate")
 SETTINGS: dict[str, object] = {"checkpoint__every_n_steps": 3, "validation__every_n_steps": 3}
@@ -132,18 +133,18 @@ def test_a_signal_at_any_line_after_the_session_ends_the_run(method: str, bench:
     order = Order(settle([], [layer]), tmp_path, plain_console(quiet=True))
     inputs, over = read_inputs(order.config), list[bool]()
 
-    def run_session(order: Order, inputs: Any, record: Any, threads: Any) -> flow.Outcome:
+    def run_session(order: Order, inputs: Any, record: Any, threads: Any) -> after_training.Outcome:
         over.append(True)
         if method == "it fails":
             raise TrainingFailed(Problem("planted", "It failed.", ""))
-        return flow.Outcome(record, None, None, signal_exit=143)
+        return after_training.Outcome(record, None, None, signal_exit=143)
 
     was_signaled, line = True, 0
     while was_signaled:  # at each line in turn
         line += 1
         over.clear()
         here = replace(order, folder=tmp_path / f"line {line}")
-        with patched(flow, "run_session", run_session), listening(silent=True) as interrupt:
+        with patched(whole_run, "run_session", run_session), listening(silent=True) as interrupt:
             before = sys.gettrace()
             sys.settrace(signal_at_line(outside.run_recorded, line, lambda: bool(over)))
             try:

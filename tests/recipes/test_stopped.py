@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.core import interrupt
 from lora_trainer.data.caches import filling
-from lora_trainer.run import flow
+from lora_trainer.run import after_training
+from lora_trainer.run import run as whole_run
 from tests.recipes.recipe import Bench, patched, record
 
 
@@ -27,9 +29,13 @@ def signal_after(target: Any, name: str) -> Any:
     return patched(target, name, called)
 
 
-@pytest.mark.parametrize(("after", "files"), [("train", False), ("export_lora", True)])
-def test_a_signal_after_training_finds_the_result_recorded(after: str, files: bool, bench: Bench) -> None:
-    with signal_after(flow, after):
+@pytest.mark.parametrize(
+    ("module", "after", "files"), [(whole_run, "train", False), (after_training, "export_lora", True)]
+)
+def test_a_signal_after_training_finds_the_result_recorded(
+    module: ModuleType, after: str, files: bool, bench: Bench
+) -> None:
+    with signal_after(module, after):
         assert bench.run("first") == 143
     folder, stopped = bench.folder("first"), record(bench.folder("first"))
     assert stopped["seconds"]["train"] > 0.0
@@ -54,7 +60,7 @@ def test_stopped_while_caching(bench: Bench, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_differences_are_printed_when_the_run_resumes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    with signal_after(flow, "train"):
+    with signal_after(whole_run, "train"):
         assert bench.run("first", steps=3) == 143
     output = capsys.readouterr().out
     assert f"To resume: lora-trainer train --config {bench.folder('first') / 'config.toml'} --resume" in output
@@ -73,7 +79,7 @@ def test_differences_are_printed_when_the_run_resumes(bench: Bench, capsys: pyte
 def test_a_moved_run_resumes_in_its_new_folder(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with signal_after(flow, "train"):
+    with signal_after(whole_run, "train"):
         assert bench.run("first", steps=3) == 143
     moved = bench.folder("first").rename(tmp_path / "moved")
     command = ["train", "--config", str(moved / "config.toml"), "--resume", "--max-steps", "4"]

@@ -26,8 +26,8 @@ from lora_trainer.training import compiling
 from lora_trainer.training.denoiser_layout import Layout
 from lora_trainer.training.loop import read_steps
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.run import Run
 from lora_trainer.training.step import abort_step, backward
+from lora_trainer.training.training_run import Run
 from tests.export.tiny import tiny_unet
 from tests.training.tiny_run import TinyPlace, outcome
 

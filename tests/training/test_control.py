@@ -19,8 +19,8 @@ from lora_trainer.training.control import (
     after_worse,
     is_stopped_early,
 )
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import Control, TrainState
+from lora_trainer.training.training_run import Run
 from lora_trainer.training.validation import validation_line
 from tests.training.test_guard import numbers, weights
 from tests.training.tiny_run import TinyPlace, signal_at_step

@@ -20,7 +20,7 @@ from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.single import tokenizers
 from lora_trainer.training import control
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
-from lora_trainer.training.run import Run
+from lora_trainer.training.training_run import Run
 from tests.families.own import own_families
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline

@@ -10,8 +10,8 @@ import torch
 
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.training.micro_batch import MicroBatch
-from lora_trainer.training.run import Run
 from lora_trainer.training.step import backward
+from lora_trainer.training.training_run import Run
 from tests.training.tiny_run import TinyPlace, outcome, together
 
 pytestmark = pytest.mark.exact

@@ -21,8 +21,8 @@ from lora_trainer.run_folder.progress import unwatched
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, read_checkpoint
 from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
+from lora_trainer.training.training_run import Run
 from lora_trainer.training.validation import MOST_SAMPLES_AT_ONCE
 from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from torch import Tensor
 
-from lora_trainer.run.flow import free_step_context
+from lora_trainer.run.after_training import free_step_context
 from tests.training.tiny_run import TinyPlace
 
 

@@ -18,8 +18,8 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.training.build import choose_guard
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.guard import weights_are_finite
-from lora_trainer.training.run import Run
 from lora_trainer.training.step import Guard
+from lora_trainer.training.training_run import Run
 from tests.training.tiny_run import OF_THE_CLOCK, TinyPlace, signal_at_step, together
 
 NAN = float("nan")

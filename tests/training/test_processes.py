@@ -20,9 +20,9 @@ from lora_trainer.training.metrics import Metrics
 from lora_trainer.training.oom_fallback import agree_across_processes
 from lora_trainer.training.processes import Processes
 from lora_trainer.training.reporter import Reporter
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.stopping import Stopping, any_aborted
+from lora_trainer.training.training_run import Run
 from lora_trainer.training.validation import broadcast_loss
 from tests.training.tiny_run import TinyPlace
 

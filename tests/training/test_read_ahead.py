@@ -14,7 +14,7 @@ from lora_trainer.training import micro_batch as micros_ahead
 from lora_trainer.training import processes
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
 from lora_trainer.training.micro_batch import MicroBatch, make_copier
-from lora_trainer.training.run import Run
+from lora_trainer.training.training_run import Run
 from tests.training.tiny_run import TinyPlace, outcome
 
 SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB."

@@ -14,7 +14,7 @@ from lora_trainer.monitor.trackers import EVENTS, METRICS, read_lines
 from lora_trainer.run.release import withdraw_after
 from lora_trainer.training.checkpoints.best import best_files
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, newest_valid, step_of
-from lora_trainer.training.run import Run
+from lora_trainer.training.training_run import Run
 from tests.training.test_guard import bad_sample
 from tests.training.tiny_run import TinyPlace, signal_at_step
 

@@ -18,8 +18,8 @@ from lora_trainer.run_folder.progress import Progress
 from lora_trainer.training.checkpoints import save
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint
 from lora_trainer.training.guard import remedy, with_settings
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.training_run import Run
 from tests.training.test_guard import SETTINGS, bad_sample, events
 from tests.training.tiny_run import TinyPlace
 

@@ -13,8 +13,8 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.training.checkpoints.checkpoint import newest_valid
 from lora_trainer.training.checkpoints.save import restore
-from lora_trainer.training.run import Run
 from lora_trainer.training.step import backward
+from lora_trainer.training.training_run import Run
 from tests.training.tiny_run import TinyPlace, outcome
 
 

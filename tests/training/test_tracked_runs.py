@@ -11,7 +11,7 @@ import torch
 
 from lora_trainer.evaluation.validation_loss import ValidationLoss
 from lora_trainer.monitor.trackers import EVENTS, VALIDATION, read_lines
-from lora_trainer.training.run import Run
+from lora_trainer.training.training_run import Run
 from tests.training.test_returning import bad_once
 from tests.training.tiny_run import TinyPlace, outcome, signal_at_step, together
 

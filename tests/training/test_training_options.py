@@ -19,8 +19,8 @@ from lora_trainer.run.order import plain_console
 from lora_trainer.run.start import find_start
 from lora_trainer.training.checkpoints.checkpoint import save_checkpoint
 from lora_trainer.training.checkpoints.save import take
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.training_run import Run
 from tests.training.tiny_run import TinyPlace, together
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints
-from lora_trainer.training.run import Run
 from lora_trainer.training.step import Guard
+from lora_trainer.training.training_run import Run
 from tests.training.test_guard import (
     BAD,
     bad_loss,

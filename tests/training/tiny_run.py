@@ -33,9 +33,9 @@ from lora_trainer.monitor.tracker_kinds.interface import RunEnding, TrackedRun
 from lora_trainer.monitor.tracker_thread import TrackerThreads
 from lora_trainer.monitor.trackers import EVENTS, METRICS, VALIDATION, Trackers, read_lines
 from lora_trainer.run.choices import choose
-from lora_trainer.run.flow import prepare
 from lora_trainer.run.inputs import arithmetic, own_architecture, read_inputs
 from lora_trainer.run.order import Order, plain_console, run_folder
+from lora_trainer.run.prepare import prepare
 from lora_trainer.run.session import checked_start, open_session
 from lora_trainer.run.settings import settle
 from lora_trainer.run.start import fixed_settings
@@ -45,8 +45,8 @@ from lora_trainer.training.checkpoints.best import best_path
 from lora_trainer.training.checkpoints.checkpoint import Checkpoint, newest_valid
 from lora_trainer.training.loop import train
 from lora_trainer.training.processes import Processes
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.training_run import Run
 from tests.recipes.recipe import QUICK, tensor_bytes
 
 # What differs between two equal runs: times and memory.

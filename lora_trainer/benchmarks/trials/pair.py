@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lora_trainer.benchmarks.own_loop import Way
     from lora_trainer.config.layers import Resolved
     from lora_trainer.training.checkpoints.writer import Buffers
-    from lora_trainer.training.run import Run
+    from lora_trainer.training.training_run import Run
 
 CPU = torch.device("cpu")
 EVERY = 5  # steps: far more often than any run saves, so that it can be seen

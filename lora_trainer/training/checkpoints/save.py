@@ -32,7 +32,7 @@ from lora_trainer.training.checkpoints.checkpoint import (
     save_checkpoint,
     unflatten,
 )
-from lora_trainer.training.run import Run, is_regular
+from lora_trainer.training.training_run import Run, is_regular
 
 if TYPE_CHECKING:
     from lora_trainer.training.checkpoints.writer import Buffers

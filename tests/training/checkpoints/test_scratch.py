@@ -35,8 +35,8 @@ from lora_trainer.training.checkpoints.checkpoint import (
     step_of,
 )
 from lora_trainer.training.checkpoints.scratch import PREFIX, Scratch, take_over
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.training_run import Run
 from tests.recipes.recipe import patched
 from tests.training.test_returning import bad_once
 from tests.training.tiny_run import TinyPlace, outcome, together

@@ -25,8 +25,8 @@ from lora_trainer.training.checkpoints.checkpoint import (
 )
 from lora_trainer.training.checkpoints.save import save, settle, take
 from lora_trainer.training.checkpoints.writer import Item, Kind, Writer, still_wanted
-from lora_trainer.training.run import Run
 from lora_trainer.training.state import TrainState
+from lora_trainer.training.training_run import Run
 from tests.recipes.recipe import patched
 from tests.training.tiny_run import TinyPlace, outcome
 
