@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.core.errors import Problem
-    from lora_trainer.export.lora_file import FileForms
-    from lora_trainer.export.weights import LayerUpdate
+    from lora_trainer.lora_format.lora_file import FileForms
+    from lora_trainer.lora_format.weights import LayerUpdate
 
 T = TypeVar("T")
 AS_USUAL = "default"  # of `initialization`

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lora_trainer.adapters import lora
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import TINY, DecomposedUpdate, to_lora
-from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name
+from lora_trainer.lora_format.lora_file import plain_forms
+from lora_trainer.lora_format.updates import TINY, DecomposedUpdate, to_lora
+from lora_trainer.lora_format.weights import LayerUpdate, LoraPair, module_name
 from lora_trainer.models.quantization.store import wide_weight
 
 if TYPE_CHECKING:

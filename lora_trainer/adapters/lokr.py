@@ -23,9 +23,9 @@ from lora_trainer.adapters.injection import (
     trained,
     unlike,
 )
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import KroneckerUpdate
-from lora_trainer.export.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.lora_file import plain_forms
+from lora_trainer.lora_format.updates import KroneckerUpdate
+from lora_trainer.lora_format.weights import LayerUpdate, module_name
 
 if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem

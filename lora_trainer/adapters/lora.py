@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, inject, patterns, put, too_high
-from lora_trainer.export.lora_file import lora_forms
-from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
+from lora_trainer.lora_format.lora_file import lora_forms
+from lora_trainer.lora_format.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
 from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, by_module, put, trained, unlike
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import RotationUpdate, bounded, rotated, rotation
-from lora_trainer.export.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.lora_file import plain_forms
+from lora_trainer.lora_format.updates import RotationUpdate, bounded, rotated, rotation
+from lora_trainer.lora_format.weights import LayerUpdate, module_name
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 

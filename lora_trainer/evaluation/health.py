@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.export.weights import LayerUpdate, LoraPair
+from lora_trainer.lora_format.weights import LayerUpdate, LoraPair
 
 NAMED = 5  # dead modules that are kept by name
 DEAD = 1e-7  # ||delta|| / ||W|| under which a module has learned nothing; fp16 cannot show less

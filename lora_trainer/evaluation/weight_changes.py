@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_trainer.export.updates import on_base
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate, adaptable_modules
+from lora_trainer.lora_format.updates import on_base
+from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, adaptable_modules
 
 ATTRIBUTE = "weight_changes"  # of a pipeline
 

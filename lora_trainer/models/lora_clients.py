@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.export.diffusers import renamed_magnitudes
-from lora_trainer.export.keys import DORA_OVER, NUMBERED, T5, of_language_model
+from lora_trainer.lora_format.diffusers import renamed_magnitudes
+from lora_trainer.lora_format.keys import DORA_OVER, NUMBERED, T5, of_language_model
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import knows
 
 if TYPE_CHECKING:
-    from lora_trainer.export.inspection import Inspected
-    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.lora_format.inspection import Inspected
+    from lora_trainer.lora_format.weights import AdapterWeights
     from lora_trainer.models.family import Family
 
 Reads = Literal["whole", "in part", "not", "unknown"]

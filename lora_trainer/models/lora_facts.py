@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
-from lora_trainer.export.keys import HINTS, Key, read_key, resolve
+from lora_trainer.lora_format.keys import HINTS, Key, read_key, resolve
 from lora_trainer.models.lora_names import all_names, family_by_header, family_by_text
 
 KINDS = {  # beginnings of the parts of a module, and the kind that has them

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.export.keys import DORA, KOHYA_UP
-from lora_trainer.export.lora_file import write_lora
-from tests.export.tiny import facts, random_lora
+from lora_trainer.lora_format.keys import DORA, KOHYA_UP
+from lora_trainer.lora_format.lora_file import write_lora
 from tests.faults.disk import Mode, unavailable
 from tests.faults.ground import Ended, Forks
 from tests.faults.test_disk import FAULTS, KINDS
 from tests.faults.tries import KILLS, Row, Tried, wrong_end
+from tests.lora_format.tiny import facts, random_lora
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.recipes.recipe import contents

@@ -1,0 +1,293 @@
+"""Inspect a LoRA file as far as it can be read, also files that are damaged or of other programs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
+from lora_trainer.lora_format.convert import size_of_update
+from lora_trainer.lora_format.diffusers import ADAPTER_METADATA_KEY
+from lora_trainer.lora_format.keys import EMBEDDING, NUMBERED, PEFT, read_key
+from lora_trainer.lora_format.lora_file import beside, open_tensors, refuse_reaching
+from lora_trainer.lora_format.reading import Collected, collect, method_of, some, values
+from lora_trainer.lora_format.tensor_file import DTYPES
+from lora_trainer.lora_format.updates import changes_nothing, titles
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.layouts import Names
+    from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate
+
+HASHED_AT_ONCE = 1 << 22  # bytes
+NESTED = re.compile(r"(?:transformer|unet)\.diffusion_model\.|(?:lora_unet|lora_transformer|lycoris)_(?:_|unet_)")
+WITHOUT_DOT = re.compile(r"_lora_(?:down|up|mid)\.weight")
+OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
+STYLES = (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), ("oft_unet_", "sd-scripts' OFT"))
+BLOCK = re.compile(r"(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of the pipeline: how many modules, and the size of the updates of each block, in order."""
+
+    modules: int
+    norm: float
+    blocks: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The content of a file. `style` is how the file names its modules; `hashes` are (recorded, computed)."""
+
+    path: Path
+    kind: str  # `LoRA`, `rank-stabilized LoRA`, …
+    style: str
+    weights: AdapterWeights
+    ranks: Mapping[int, int]  # rank -> modules
+    scales: Mapping[float, int]  # alpha / rank -> modules
+    dtypes: Mapping[str, int]
+    convolutions: int
+    components: Mapping[str, Component]
+    hashes: Mapping[str, tuple[str, str]]
+    errors: Sequence[Problem] = ()  # programs would load the file wrongly, or not at all
+    warnings: Sequence[Problem] = ()
+    tensors: int = 0
+    alpha_keys: bool = False  # alpha has tensors of its own
+    numbered: bool = False  # the first text encoder's keys have a number, as where there are several
+    learned_tokens: Sequence[str] = field(default=())
+    keys: Sequence[str] = ()  # in the order of their bytes; none of a damaged file
+
+
+def inspect(path: Path, families: Sequence[Names]) -> Inspected:
+    """Inspect a LoRA file. Raises UsageError for other files, saying what they are."""
+    problems: list[Problem] = []
+    peft_config, whole = None, True
+    try:
+        tensors, metadata = open_tensors(path)
+    except UsageError as error:
+        salvaged = _salvaged(path)
+        if salvaged is None:
+            raise
+        problems += error.problems
+        (tensors, metadata), whole = salvaged, False
+    understood = metadata
+    try:
+        refuse_reaching(path, metadata, tensors)
+        peft_config = beside(path, tensors)
+    except UsageError as error:
+        problems += error.problems
+        understood = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
+    found = collect(path.name, tensors, understood, families, peft_config)
+    if not found.weights.modules and not found.form:
+        raise UsageError(problems or found.problems)  # damage may hide the LoRA
+    problems += found.problems
+    pairs = found.weights.modules
+    problems += _values(path, found.weights)
+    hashes = hashes_of(path, metadata) if whole else {}
+    places = {key: entry for key, entry in read_tensor_header(path).items() if key != METADATA} if whole else {}
+    warnings = _doubts(path, pairs, hashes)
+    return Inspected(
+        path=path,
+        kind=method_of(tensors) or _kind(metadata, found.weights),
+        style=_style(list(tensors), found),
+        weights=replace(found.weights, metadata=metadata),
+        ranks=dict(Counter(pair.rank for pair in pairs.values())),
+        scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
+        dtypes=dict(Counter(_dtype(tensor) for key, tensor in tensors.items() if _is_up(key))),
+        convolutions=sum(map(_has_kernel, pairs.values())),
+        components=_components(pairs),
+        hashes=hashes,
+        errors=tuple(problems),
+        warnings=tuple(warnings),
+        tensors=len(tensors),
+        alpha_keys=any(key.endswith(".alpha") for key in tensors),
+        numbered=any(key.startswith(NUMBERED) for key in tensors),
+        learned_tokens=sorted({name.partition(".")[0] for name in found.weights.embeddings}),
+        keys=sorted(places, key=lambda key: places[key]["data_offsets"]),
+    )
+
+
+def _salvaged(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """The complete tensors of a damaged file, if its header can be read; else None."""
+    if not path.is_file() or path.suffix.lower() != ".safetensors":
+        return None
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= LARGEST_HEADER:
+                return None
+            header: Any = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != METADATA}
+            if not any(read_key(name) for name in entries):  # a base model may be large
+                return None
+            promised = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            check_places(path, header, promised)  # the header itself must be sound
+            there = path.stat().st_size - 8 - length
+            whole = {name: entry for name, entry in entries.items() if entry["data_offsets"][1] <= there}
+            return {name: _tensor(file, 8 + length, entry) for name, entry in whole.items()}, header.get(METADATA, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
+        return None
+
+
+def _tensor(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    file.seek(data + begin)
+    flat = torch.frombuffer(bytearray(file.read(end - begin)), dtype=torch.uint8) if end > begin else torch.empty(0)
+    return flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def _kind(metadata: Mapping[str, str], weights: AdapterWeights) -> str:
+    rank_stabilized = '"rank_stabilized": true' in metadata.get("ss_network_args", "") or bool(
+        re.search(r'"use_rslora": true', metadata.get("lora_adapter_metadata", ""))
+    )
+    kind = titles(list(weights.modules.values())) or "LoRA"
+    if rank_stabilized:
+        kind = f"rank-stabilized {kind}"
+    if any(map(_has_kernel, weights.modules.values())):
+        kind += " with convolutions"
+    return f"{kind} and learned tokens" if weights.embeddings else kind
+
+
+def _style(keys: Sequence[str], found: Collected) -> str:
+    """How the denoiser's keys are named, or those that there are."""
+    if any(NESTED.match(key.removeprefix(PEFT)) or WITHOUT_DOT.search(key) for key in keys):
+        return "names of no known program"
+    if found.form == "old":
+        return _old_style(keys)
+    ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
+    rules = [rule for place in found.names.values() for rule in place.rules]
+    theirs = not ours and any(rule.ours != rule.original for rule in rules)
+    if any(rule.original.endswith(".to_qkv") for rule in rules):
+        return "fused as diffusers fuses it"
+    if any(PEFT in key for key in keys):
+        outside = all(key.startswith(PEFT) for key in keys)
+        return f"peft, original names{_halves(found)}" if outside and theirs else "peft" if outside else "peft inside"
+    if any(key.startswith(("diffusion_model.", "text_encoders.")) for key in keys):
+        return f"original, diffusers' names{_halves(found)}" if ours else f"original{_halves(found)}"
+    if any(key.startswith("model.diffusion_model.") for key in keys):
+        return "original, model first"
+    if any(key.startswith(("unet.", "transformer.", "text_encoder")) for key in keys):
+        return f"diffusers, original names{_halves(found)}" if theirs else f"diffusers{_halves(found)}"
+    for beginning, style in STYLES:
+        if any(key.startswith(beginning) for key in keys):
+            return style
+    if found.form not in ("kohya", "lycoris") or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):
+        return "original, no prefix" if theirs else "no prefix"
+    if any("_input_blocks_" in key or "_output_blocks_" in key or "_middle_block_" in key for key in keys):
+        return "kohya, first code"
+    return "kohya, diffusers' names" if ours else "kohya"
+
+
+def _old_style(keys: Sequence[str]) -> str:
+    if any(OF_XLABS.search(key) for key in keys):
+        return "XLabs"
+    if not any(key.startswith(("unet.", "text_encoder")) for key in keys):
+        return "old diffusers, no prefix"
+    layers = [key for key in keys if key.startswith("unet.")]
+    return "old diffusers, by layer" if any("_lora." not in key for key in layers) else "old diffusers"
+
+
+def _halves(found: Collected) -> str:
+    return ", kohya's halves" if found.form == "kohya" else ""
+
+
+def _is_up(key: str) -> bool:
+    """Whether a key is of the tensor that its layer is counted by."""
+    read = read_key(key)
+    return read is not None and read.part in ("up", "lokr_w1", "lokr_w1_a", "hada_w1_a", "diff")
+
+
+def _has_kernel(update: LayerUpdate) -> bool:
+    shape = update.weight_shape
+    return len(shape) == 4 and shape[-1] > 1
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _components(pairs: Mapping[str, LayerUpdate]) -> dict[str, Component]:
+    sizes: dict[str, dict[str, list[float]]] = {}
+    for module, pair in pairs.items():
+        component, _, rest = module.partition(".")
+        match = BLOCK.match(f"{rest}.")
+        block = match[1] if match else rest.partition(".")[0]
+        sizes.setdefault(component, {}).setdefault(block, []).append(size_of_update(pair))
+    return {
+        component: Component(
+            sum(map(len, blocks.values())),
+            math.hypot(*(size for each in blocks.values() for size in each)),
+            {block: math.hypot(*each) for block, each in sorted(blocks.items(), key=lambda item: _order(item[0]))},
+        )
+        for component, blocks in sorted(sizes.items())
+    }
+
+
+def _order(block: str) -> list[tuple[int, str]]:
+    """Blocks in the order of the forward pass: down, middle, up; numbers by their value."""
+    places = {"down_blocks": "0", "mid_block": "1", "up_blocks": "2", "transformer_blocks": "0"}
+    return [(int(part), "") if part.isdigit() else (0, places.get(part, part)) for part in block.split(".")]
+
+
+def _values(path: Path, weights: AdapterWeights) -> list[Problem]:
+    problems = values(path.name, weights)
+    dead = [name for name, update in weights.modules.items() if changes_nothing(update)]
+    if dead and len(dead) == len(weights.modules):
+        problems.append(
+            Problem("lora_is_zero", f"{path.name} changes nothing: every update is zero.", "It was not trained.")
+        )
+    return problems
+
+
+def _doubts(path: Path, pairs: Mapping[str, LayerUpdate], hashes: Mapping[str, tuple[str, str]]) -> list[Problem]:
+    doubts = []
+    dead = [name for name, update in pairs.items() if changes_nothing(update)]
+    if dead and len(dead) < len(pairs):
+        doubts.append(
+            Problem(
+                "modules_are_zero",
+                f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).",
+                "They learned nothing.",
+            )
+        )
+    if zero := [name for name, pair in pairs.items() if pair.alpha == 0]:
+        message = f"alpha is 0 for {len(zero)} modules ({some(zero)})."
+        doubts.append(
+            Problem("alpha_is_zero", message, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank.")
+        )
+    for name, (recorded, found) in hashes.items():
+        if recorded != found:
+            doubts.append(
+                Problem(
+                    "hash_differs",
+                    f"{name} is {recorded[:12]}, the content's hash is {found[:12]}.",
+                    "It was changed after it was written.",
+                )
+            )
+    return doubts
+
+
+def hashes_of(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """`sshs_model_hash`: as the header records it, and computed from the bytes after the header."""
+    recorded = metadata.get("sshs_model_hash", "")
+    if not recorded:
+        return {}
+    read_tensor_header(path)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        while part := file.read(HASHED_AT_ONCE):
+            digest.update(part)
+    found = digest.hexdigest()
+    return {"sshs_model_hash": (recorded, found[: len(recorded)] if recorded else found)}

@@ -1,0 +1,426 @@
+"""Read the tensors of a LoRA file of any program as weights by diffusers' names, or refuse them.
+
+Exact where the file holds LoRA, DoRA, LoKr, LoHa or whole changes of weights; every other method is named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
+from lora_trainer.lora_format import diffusers as diffusers_form
+from lora_trainer.lora_format.fused import divide
+from lora_trainer.lora_format.keys import (
+    COMPONENT_OF_PREFIX,
+    DORA_OVER,
+    EMBEDDING,
+    HINTS,
+    OF_BASE,
+    Found,
+    Key,
+    read_key,
+    resolve,
+)
+from lora_trainer.lora_format.kohya import fused_ranks
+from lora_trainer.lora_format.updates import DecomposedUpdate, FactorUpdate, titles, to_lora, update_of
+from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.layouts import Names
+
+MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
+SD_SCRIPTS_OFT = "oft_unet_"  # the beginning of its OFT network's names
+SHOWN = 3  # names listed in one message
+CHANGES_OF_NORMS = "LoRA with changes of norms"
+OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
+    ".oft_R": "OFT as peft rotates it, by inputs,",
+    ".boft_": "BOFT",
+    ".oft_blocks.": "OFT with blocks of their own for the parts of a fused layer (sd-scripts' networks.oft_flux)",
+    ".a1.weight": "GLoRA",
+    ".b1.weight": "GLoRA",
+    ".on_input": "IA3",
+    ".vera_lambda": "VeRA",
+    ".w_norm": CHANGES_OF_NORMS,
+    ".b_norm": CHANGES_OF_NORMS,
+    ".diff_b": "LoRA with changes of biases",
+    ".set_weight": "LoRA with whole weights",
+    ".lora_B.bias": "LoRA with changes of biases",
+    ".lora_up.bias": "LoRA with changes of biases",
+    ".lora_A.bias": "LoRA with changes of biases",
+    ".lora_down.bias": "LoRA with changes of biases",
+    ".reshape_weight": "LoRA that widens layers",
+}
+OTHER_FILES = (  # by a beginning of any key, the surest first
+    ("control_model.", "a ControlNet"),
+    ("lora_controlnet", "a Control-LoRA"),
+    ("image_proj.", "an IP-Adapter"),
+    ("controlnet_", "a ControlNet"),
+    ("model.diffusion_model.", "a base model"),
+    ("first_stage_model.", "a VAE (VAE)"),
+    ("cond_stage_model.", "a text encoder"),
+    ("bundle_emb.", "a set of learned tokens"),
+    ("emb_params", "a learned token (textual inversion)"),
+    ("clip_g", "a learned token (textual inversion)"),
+    ("clip_l", "a learned token (textual inversion)"),
+    ("string_to_param", "a learned token (textual inversion)"),
+    ("decoder.up", "a VAE (VAE)"),
+    ("quant_conv.", "a VAE (VAE)"),
+    ("encoder.block.", "a text encoder (T5)"),
+    ("text_model.", "a text encoder (CLIP)"),
+    ("down_blocks.", "a base model's U-Net"),
+    ("input_blocks.", "a base model's U-Net"),
+    ("joint_blocks.", "a base model's transformer"),
+    ("double_blocks.", "a base model's transformer"),
+    ("transformer_blocks.", "a base model's transformer"),
+)
+# Layers that other programs train beside the denoiser, by a part of their names, and what they are.
+NOT_SUPPORTED = {
+    re.compile(r"(?:^|[._])llm_adapter[._]"): "a text conditioner (llm_adapter)",
+    re.compile(r"^text_conditioner\."): "a text conditioner (text_conditioner)",
+}
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # read as float32
+FORMS = {
+    "kohya": "kohya's form",
+    "diffusers": "diffusers'",
+    "lycoris": "LyCORIS'",
+    "old": "the form that diffusers had before peft",
+}
+
+
+def method_of(tensors: Mapping[str, Tensor]) -> str | None:
+    """The method of a file's tensors that is not read; None when all may be."""
+    if any(key.endswith(".diff") and tensor.ndim < 2 for key, tensor in tensors.items()):
+        return CHANGES_OF_NORMS
+    for mark, method in OTHER_METHODS.items():
+        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in tensors):
+            return method
+    return None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The readable part of a file, and all its problems. `names` are the file's, with the meaning of each."""
+
+    weights: AdapterWeights
+    form: str  # a key of FORMS, or "" where it is unknown
+    names: Mapping[str, Found]
+    problems: tuple[Problem, ...]
+
+
+def weights_of(
+    file: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    families: Sequence[Names] = (),
+    peft_config: Mapping[str, Any] | None = None,
+) -> AdapterWeights:
+    """The weights of a file's tensors; `file` is its name in messages, `peft_config` the config beside it.
+
+    Raises UsageError with all problems at once for a method that is not read, a mixture of forms, half a pair, wrong
+    shapes, and unknown keys.
+    """
+    collected = collect(file, tensors, metadata, families, peft_config)
+    if collected.problems:
+        raise UsageError([*collected.problems, *values(file, collected.weights)])
+    return collected.weights
+
+
+def only_lora(file: str, weights: AdapterWeights) -> LoraWeights:
+    """The weights of a plain LoRA. Raises UsageError for other kinds."""
+    if (pairs := plain_pairs(weights)) is None:
+        updates = list(weights.modules.values())
+        fix = f"Write it as a LoRA first: {to_lora(updates)}."
+        raise UsageError(Problem("not_a_plain_lora", f"{file} is {titles(updates)}, not a plain LoRA.", fix))
+    return pairs
+
+
+def values(file: str, weights: AdapterWeights) -> list[Problem]:
+    """Problems of the numbers of a file whose names and shapes are right: NaN, infinity."""
+    if not (bad := weights.not_finite()):
+        return []
+    message = f"{file} holds NaN or infinity in {counted(len(bad), 'module')} ({some(bad)})."
+    return [Problem("lora_not_finite", message, "Train it again with a lower learning rate.")]
+
+
+def collect(
+    file: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    families: Sequence[Names] = (),
+    peft_config: Mapping[str, Any] | None = None,
+) -> Collected:
+    """As `weights_of`, but of the readable tensors, with the problems of the others."""
+    embeddings = {
+        key.removeprefix(EMBEDDING): _wide(tensor) for key, tensor in tensors.items() if key.startswith(EMBEDDING)
+    }
+    keys = {key: read for key in tensors if not key.startswith(EMBEDDING) and (read := read_key(key))}
+    forms = sorted({read.form for read in keys.values()} - {""})
+    if forms == ["kohya", "lycoris"]:
+        forms = ["kohya"]  # LyCORIS chooses a kind for each layer
+    if whole := _wrong_kind(file, tensors, keys, forms):
+        return Collected(LoraWeights({}, metadata, embeddings), forms[0] if len(forms) == 1 else "", {}, (whole,))
+    problems: list[Problem] = []
+    unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
+    if unknown:
+        problems.append(
+            Problem(
+                "lora_keys_unknown",
+                f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).",
+                "Export it again.",
+            )
+        )
+    if flat := sorted(word for word, tensor in embeddings.items() if tensor.ndim != 2 or 0 in tensor.shape):
+        message = f"{file} holds learned tokens that are no table of [tokens, width] ({some(flat)})."
+        problems.append(Problem("tokens_invalid", message, "Export it again."))
+    halves = _halves(keys, tensors)
+    hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
+    updates = _updates(file, halves, problems)
+    shapes = {name: update.weight_shape for name, update in updates.items() if update is not None}
+    sides = _sides(halves) | {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+    found, family = resolve(halves, families, hint, sides)
+    foreign = sorted(set(halves) - set(found))
+    for pattern, what in NOT_SUPPORTED.items():
+        if layers := [name for name in foreign if pattern.search(name)]:
+            message = f"{file} has {counted(len(layers), 'layer')} of {what}, which are not supported ({some(layers)})."
+            problems.append(
+                Problem("lora_layers_unsupported", message, "Use a LoRA that was trained on the transformer alone.")
+            )
+            foreign = [name for name in foreign if name not in layers]
+    if foreign:
+        fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
+        message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
+        problems.append(Problem("lora_keys_unknown", message, fix))
+    plain = {name: parts for name, parts in halves.items() if name in found and name not in updates}
+    pairs = _pairs(file, plain, problems)
+    alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
+    pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
+    changes: dict[str, LayerUpdate] = {**pairs}
+    changes |= {name: each for name, each in updates.items() if name in found and each is not None}
+    changes = _decomposed(file, changes, halves, problems, of_base=metadata.get(DORA_OVER) == OF_BASE)
+    modules = _modules(file, changes, found, fused_ranks(metadata), problems)
+    name = family.family if family else None
+    weights = AdapterWeights(modules, metadata, embeddings, name)
+    return Collected(weights, forms[0] if forms else "", found, tuple(problems))
+
+
+OF_LORA_DIFFUSION = re.compile(r"(?:unet|text_encoder):\d+:(?:up|down)")
+ON_DISTINCT_LAYERS = ["diffusers", "old"]  # forms that programs read side by side
+RUN_STATE = re.compile(r"best-\d+\.safetensors|(adapter|average|optimizer)\.safetensors")  # in a run's checkpoints
+
+
+def _wrong_kind(
+    file: str, tensors: Mapping[str, Tensor], keys: Mapping[str, Key], forms: Sequence[str]
+) -> Problem | None:
+    if method := method_of(tensors):
+        return Problem(
+            "not_a_plain_lora", f"{file} is {method}, not a plain LoRA.", "Use it in the program that it was made for."
+        )
+    if len(forms) > 1 and forms != ON_DISTINCT_LAYERS:
+        counts = [f"{sum(read.form == form for read in keys.values())} keys in {FORMS[form]}" for form in forms]
+        fix = "Programs load one half silently: export it again in one form."
+        return Problem("lora_kinds_mixed", f"{file} mixes {' and '.join(counts)}.", fix)
+    if any(OF_LORA_DIFFUSION.fullmatch(key) for key in tensors):
+        message = f"{file} is a LoRA of cloneofsimo's lora_diffusion, whose layers have numbers in place of names."
+        return Problem(
+            "lora_without_names", message, "No other program reads it: use a LoRA of kohya's or diffusers' format."
+        )
+    if not forms and not any(read.part == "alpha" for read in keys.values()):
+        kind = other_file(list(tensors))
+        fix = "Name a LoRA file; a base model is named with --model." if tensors else "The file holds no tensors."
+        if RUN_STATE.fullmatch(file):
+            kind, fix = "a state of a training run", "Name a LoRA file in the run's folder."
+        return Problem(
+            "no_lora_weights",
+            f"{file} holds no LoRA weights among its {len(tensors)} keys{f': it is {kind}' if kind else ''}.",
+            fix,
+        )
+    return None
+
+
+def other_file(keys: Sequence[str]) -> str | None:
+    """What a file without LoRA weights is, by its keys; None when that is not known."""
+    return next((kind for beginning, kind in OTHER_FILES if any(key.startswith(beginning) for key in keys)), None)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of many, for a sentence."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _halves(keys: Mapping[str, Key], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, read in keys.items():
+        name = read.name.removesuffix("_lora") if read.part == "alpha" else read.name
+        halves.setdefault(name, {})[read.part] = tensors[key]
+    return halves
+
+
+def _sides(halves: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the linear layers."""
+    return {
+        name: (parts["up"].shape[0], parts["down"].shape[1])
+        for name, parts in halves.items()
+        if {"up", "down"} <= set(parts) and parts["up"].ndim == parts["down"].ndim == 2 and parts["down"].shape[1]
+    }
+
+
+def _updates(
+    file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]
+) -> dict[str, FactorUpdate | None]:
+    """The changes that are no low-rank products; None for one that cannot be read, whose problem is appended."""
+    updates: dict[str, FactorUpdate | None] = {}
+    for name, parts in halves.items():
+        tensors = {part: _wide(tensor) for part, tensor in parts.items() if part not in ("alpha", *MAGNITUDES)}
+        if set(tensors) <= {"down", "up", "mid"}:
+            continue
+        alpha = None if "alpha" not in parts else float(parts["alpha"].float().reshape(-1)[0])
+        try:
+            if name.startswith(SD_SCRIPTS_OFT) and alpha == 0.0:
+                raise ValueError("by an alpha of 0 sd-scripts' OFT turns nothing, where LyCORIS' has no bound")
+            updates[name] = update_of(tensors, alpha)
+        except ValueError as error:
+            updates[name] = None
+            problems.append(
+                Problem(
+                    "lora_layer_invalid", f"{file}: {name}: {error}.", "Export it again, with one kind for each layer."
+                )
+            )
+    return updates
+
+
+def _decomposed(
+    file: str,
+    changes: Mapping[str, LayerUpdate],
+    halves: Mapping[str, Mapping[str, Tensor]],
+    problems: list[Problem],
+    *,
+    of_base: bool,
+) -> dict[str, LayerUpdate]:
+    """Those with a magnitude as DoRA; appends what is wrong with its shape."""
+    found = dict(changes)
+    for name, change in changes.items():
+        theirs = next((part for part in MAGNITUDES if part in halves[name]), None)
+        if theirs is None:
+            continue
+        magnitude, (rows, *rest) = _wide(halves[name][theirs]), change.weight_shape
+        if theirs == "lora_magnitude_vector":  # peft's is [out], or [1, out, 1, 1]
+            magnitude = magnitude.reshape(-1, *[1] * len(rest))
+        if magnitude.ndim < 2 or tuple(magnitude.shape[:2]) not in ((rows, 1), (1, *rest[:1])):
+            message = f"{file} has a DoRA magnitude {list(magnitude.shape)} for {name}, of {rows} rows."
+            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
+            continue
+        found[name] = DecomposedUpdate(change, magnitude, of_base=of_base and magnitude.shape[0] == rows)
+    return found
+
+
+def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]) -> dict[str, LoraPair]:
+    """Pairs with alpha = rank; appends what is wrong with shapes and types."""
+    pairs: dict[str, LoraPair] = {}
+    lonely = sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *MAGNITUDES})
+    if lonely:
+        problems.append(
+            Problem("lora_incomplete", f"{file} has alpha without weights for {some(lonely)}.", "Export it again.")
+        )
+    single = sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1)
+    if single:
+        fix = "Programs fill the other half with random numbers or skip it: export it again."
+        problems.append(
+            Problem(
+                "lora_incomplete", f"{file} has half a pair for {counted(len(single), 'module')} ({some(single)}).", fix
+            )
+        )
+    for name, parts in halves.items():
+        if name in single or name in lonely or "down" not in parts:
+            continue
+        down, up, mid = _wide(parts["down"]), _wide(parts["up"]), parts.get("mid")
+        fits = down.ndim == up.ndim and down.ndim in {2, 4} and down.shape[0] == up.shape[1] > 0
+        if mid is not None and fits:
+            # The k x k kernel between two of 1 x 1 belongs to down: the same update, in fp32.
+            fits = mid.ndim == 4 and down.ndim == 4 and mid.shape[0] == up.shape[1] and mid.shape[1] == down.shape[0]
+            if fits:
+                down = torch.einsum("rskl,si->rikl", mid.float(), down.float().flatten(1))
+        if not fits or (up.ndim == 4 and up.shape[2:] != (1, 1)):
+            shapes = f"down {list(down.shape)} and up {list(up.shape)}"
+            message = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
+            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
+        elif unread := [tensor.dtype for tensor in (down, up) if tensor.dtype not in WIDE]:
+            message = f"{file} holds {str(unread[0]).removeprefix('torch.')} for {name}."
+            problems.append(Problem("lora_type_unsupported", message, "Export it in fp16, bf16 or fp32."))
+        elif "alpha" in parts and parts["alpha"].numel() != 1:
+            message = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
+            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
+        else:
+            pairs[name] = LoraPair(down, up, float(down.shape[0]))
+    return pairs
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor that can be computed with: float32 holds every value of eight bits."""
+    return tensor.float() if tensor.dtype in NARROW else tensor
+
+
+def _with_alpha(pair: LoraPair, parts: Mapping[str, Tensor], alpha: float | None) -> LoraPair:
+    if "alpha" in parts:
+        return LoraPair(pair.down, pair.up, float(parts["alpha"].float().reshape(-1)[0]))
+    return pair if alpha is None else LoraPair(pair.down, pair.up, alpha)
+
+
+def _header_alphas(
+    file: str,
+    metadata: Mapping[str, str],
+    peft_config: Mapping[str, Any] | None,
+    found: Mapping[str, Found],
+    pairs: Mapping[str, LoraPair],
+    problems: list[Problem],
+) -> dict[str, float]:
+    """The alpha of each name as diffusers, or peft, would read it."""
+    module = {name: found[name].modules[0] for name in pairs}
+    try:
+        alphas = diffusers_form.alphas(metadata, {module[name]: pair.rank for name, pair in pairs.items()}, peft_config)
+        return {name: alphas[module[name]] for name in pairs}
+    except (ValueError, TypeError, AttributeError, json.JSONDecodeError):
+        key = diffusers_form.ADAPTER_METADATA_KEY
+        problems.append(
+            Problem("header_invalid", f"{file} has a header entry {key} that cannot be read.", "Export it again.")
+        )
+        return {}
+
+
+def _modules(
+    file: str,
+    pairs: Mapping[str, LayerUpdate],
+    found: Mapping[str, Found],
+    ranks: Mapping[str, Sequence[int]],
+    problems: list[Problem],
+) -> dict[str, LayerUpdate]:
+    modules: dict[str, LayerUpdate] = {}
+    twice = []
+    for name, pair in pairs.items():
+        place = found[name]
+        try:
+            parts = divide(pair, place.rules, ranks.get(name)) if place.rules else {0: pair}
+        except ValueError as error:
+            problems.append(
+                Problem(
+                    "lora_layer_invalid", f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"
+                )
+            )
+            continue
+        for part, each in parts.items():
+            if place.modules[part] in modules:
+                twice.append(place.modules[part])
+            modules[place.modules[part]] = each
+    if twice:
+        message = f"{file} names {counted(len(twice), 'module')} twice, by two names ({some(sorted(twice))})."
+        problems.append(Problem("lora_module_twice", message, "Programs take one of them: export it again."))
+    return modules

@@ -1,0 +1,137 @@
+"""Sums, averages and lower ranks of LoRAs, layer by layer, and what each layer lost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
+from lora_trainer.lora_format.convert import relative_difference
+from lora_trainer.lora_format.keys import DORA_OVER, OF_BASE
+from lora_trainer.lora_format.reading import some
+from lora_trainer.lora_format.tools.low_rank import LayerRow, RankLimits, compress, join_pairs, scale_updates, sharing
+from lora_trainer.lora_format.updates import have_same_parameters, mean_of, mean_of_parameters
+from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The result of a tool. `exact` are the updates before any rounding, by module, where they have the form of pairs."""
+
+    weights: LoraWeights
+    layers: tuple[LayerRow, ...]
+    exact: Mapping[str, LoraPair]
+
+
+def combine(loras: Sequence[LoraWeights], weights: Sequence[float], keep: RankLimits | None = None) -> Combined:
+    """The sum of LoRAs times their weights, in fp32: exact with added ranks, or with what `keep` says by SVD.
+
+    Each module's update is the sum of the files' updates of it (not of their halves, which would not add up).
+    """
+    parts: dict[str, list[LoraPair]] = {}
+    for lora, weight in zip(loras, weights, strict=True):
+        for name, pair in scale_updates(lora.modules, weight).items() if weight else ():
+            parts.setdefault(name, []).append(pair)
+    exact = {name: join_pairs(pairs) for name, pairs in parts.items()}
+    tokens = {
+        word: tensor
+        for lora, weight in zip(loras, weights, strict=True)
+        if weight
+        for word, tensor in lora.embeddings.items()
+    }
+    whole = LoraWeights(exact, embeddings=tokens, family=next((lora.family for lora in loras if lora.family), None))
+    if keep is None:
+        return Combined(whole, tuple(LayerRow(name, pair.rank, pair.rank) for name, pair in exact.items()), exact)
+    fewer, layers = dict[str, LoraPair](), dict[str, LayerRow]()
+    for group in sharing(exact):
+        pairs = {name: exact[name] for name in group}
+        rank = exact[group[0]].rank
+        if keep == RankLimits(rank=keep.rank) and rank <= (keep.rank or rank):
+            found, row = pairs, LayerRow(group[0], rank, rank)
+        else:
+            found, row = compress(pairs, keep)
+        fewer |= found
+        layers |= {name: replace(row, name=name) for name in group}
+    modules = {name: fewer[name] for name in exact}
+    return Combined(replace(whole, modules=modules), tuple(layers[name] for name in exact), exact)
+
+
+def average_of_parameters(
+    names: Sequence[str], states: Sequence[AdapterWeights], weights: Sequence[float]
+) -> AdapterWeights:
+    """The average of the parameters of several states of one adapter of any kind, in fp32, as SWA or an EMA of the training would be.
+
+    A change by averaged factors is no average of changes: between files that were trained apart it means nothing. `names` are
+    those of the files. Raises UsageError, all problems at once, for files that are no states of one adapter, and for DoRAs that
+    were rewritten for ComfyUI: their magnitudes are no parameters.
+    """
+    first = states[0]
+    problems = []
+    for name, state in zip(names, states, strict=True):
+        both = set(first.modules) & set(state.modules)
+        if state.metadata.get(DORA_OVER) == OF_BASE:
+            message = f"{name} is a DoRA rewritten for ComfyUI, whose magnitudes were not trained."
+            problems.append(Problem("no_magnitudes", message, "Average the files that it was converted from."))
+        if others := sorted(set(first.modules) ^ set(state.modules)):
+            message = f"{name} and {names[0]} have different layers ({some(others)})."
+            problems.append(
+                Problem("layers_differ", message, "Name states of one run, or average updates (--of updates).")
+            )
+        if unlike := [
+            each for each in sorted(both) if not have_same_parameters(first.modules[each], state.modules[each])
+        ]:
+            what = f"different kinds, ranks or alphas in {counted(len(unlike), 'layer')} ({some(unlike)})"
+            fix = "Name states of one run, or average updates (--of updates)."
+            problems.append(Problem("layers_differ", f"{name} and {names[0]} have {what}.", fix))
+    if problems:
+        raise UsageError(problems)
+    shares = [weight / sum(weights) for weight in weights]
+    modules = {name: mean_of_parameters([state.modules[name] for state in states], shares) for name in first.modules}
+    tokens = {
+        word: mean_of([state.embeddings[word] for state in states], shares)
+        for word in first.embeddings
+        if all(word in state.embeddings for state in states)
+    }
+    return AdapterWeights(modules, embeddings=tokens, family=first.family)
+
+
+def unchanged_rows(modules: Mapping[str, LayerUpdate]) -> tuple[LayerRow, ...]:
+    """The rows of layers that keep their ranks."""
+    return tuple(LayerRow(name, each.rank, each.rank, norm=each.norm) for name, each in modules.items())
+
+
+def cast_for_storage(combined: Combined, dtype: torch.dtype, *, one_alpha: bool) -> Combined:
+    """The result as a file stores it, with each layer's error between that and the exact update, as a share of it.
+
+    With `one_alpha` all modules of a component get one alpha, the highest rank: diffusers reads kohya's form of a U-Net so.
+    Raises UsageError for numbers that the type cannot hold.
+    """
+    most: Counter[str] = Counter()
+    for name, pair in combined.weights.modules.items():
+        component = name.partition(".")[0]
+        most[component] = max(most[component], pair.rank)
+    modules, layers = dict[str, LoraPair](), []
+    for layer in combined.layers:
+        pair = combined.weights.modules[layer.name]
+        alpha = float(most[layer.name.partition(".")[0]]) if one_alpha else pair.alpha
+        up = pair.up if alpha == pair.alpha else pair.up * (pair.alpha / alpha)
+        modules[layer.name] = LoraPair(pair.down.to(dtype), up.to(dtype), alpha)
+        if layer.name in combined.exact:
+            layer = replace(layer, error=relative_difference(combined.exact[layer.name], modules[layer.name]))
+        elif layer.norm:
+            # What the SVD left out is orthogonal to the pair, and so to its rounding up to products of two roundings.
+            rounding = relative_difference(pair, modules[layer.name]) * pair.norm / layer.norm
+            layer = replace(layer, error=math.hypot(layer.error, rounding))
+        layers.append(layer)
+    weights = replace(combined.weights, modules=modules)
+    if bad := weights.not_finite():
+        message = f"{counted(len(bad), 'module')} of the result would not be finite in {str(dtype).removeprefix('torch.')} ({some(bad)})."
+        raise UsageError(Problem("weights_too_large", message, "Add --dtype bf16 or fp32, or use smaller weights."))
+    return replace(combined, weights=weights, layers=tuple(layers))

@@ -1,0 +1,69 @@
+"""A DoRA file for ComfyUI, which divides by the norm of the base model's weight alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.lora_format.convert import OF_ONE_FORM, SourceFile
+from lora_trainer.lora_format.earlier import EARLIER
+from lora_trainer.lora_format.keys import DORA_OVER, OF_BASE
+from lora_trainer.lora_format.lora_file import plain_forms, write_tensors
+from lora_trainer.lora_format.metadata import with_hashes
+from lora_trainer.lora_format.tools.base_layers import misfits_of, read_base
+from lora_trainer.lora_format.updates import DecomposedUpdate, titles
+from lora_trainer.lora_format.weights import AdapterWeights
+from lora_trainer.models.lora_names import names_for
+from lora_trainer.models.quantization.stored_forms import WeightReader
+
+
+@dataclass(frozen=True)
+class ForComfyui:
+    """What was written: the layers with new magnitudes, and the most by which ComfyUI computed one of their changes otherwise."""
+
+    layers: int
+    difference_before: float
+
+
+def to_comfyui(
+    source: Path, file: SourceFile, target: Path, base: Path, header: Mapping[str, str], family: str | None = None
+) -> ForComfyui:
+    """Write a DoRA by outputs with the magnitudes with which ComfyUI computes the same change, at every strength.
+
+    ComfyUI computes m (W + D) / |W|, LyCORIS and diffusers m (W + D) / |W + D| (arXiv:2402.09353, equation 5). So m |W| / |W + D| is
+    stored, and the header says so: this program reads the file as it was meant. `base` is the base model, a checkpoint or a
+    diffusers folder, whose layers are read one after the other. Raises UsageError where no layer needs it, and for a base model that
+    the file does not fit.
+    """
+    weights = file.weights
+    named = {
+        name: update
+        for name, update in weights.modules.items()
+        if isinstance(update, DecomposedUpdate) and update.is_by_output and not update.of_base
+    }
+    if not named:
+        kinds = titles(list(weights.modules.values()))
+        message = f"{source.name} is {kinds}, without magnitudes of outputs that ComfyUI computes differently."
+        raise UsageError(Problem("no_magnitudes", message, "Use it in ComfyUI as it is, or --to kohya."))
+    layers = read_base(base, "--model")
+    if problems := misfits_of(source.name, weights, layers):
+        raise UsageError(problems)
+    modules, difference = dict(weights.modules), 0.0
+    with ExitStack() as stack:
+        reader = WeightReader(layers.weights, stack, torch.device("cpu"), copy=True)
+        for name, update in named.items():
+            weight = reader.read(name, dtype=torch.float32).reshape(layers.shapes[name])
+            modules[name] = update.for_comfyui(weight)
+            change = update.delta(weight)
+            as_read = DecomposedUpdate(update.change, update.magnitude, of_base=True).delta(weight)
+            difference = max(difference, float((as_read - change).norm() / change.norm().clamp_min(1e-12)))
+    found = AdapterWeights(modules, weights.metadata, weights.embeddings, weights.family or layers.family)
+    tensors = plain_forms(found, names_for(source, found, family, file.numbered))[0].tensors
+    kept = {key: value for key, value in header.items() if key not in (*OF_ONE_FORM, EARLIER)}
+    write_tensors(target, tensors, with_hashes(tensors, {**kept, DORA_OVER: OF_BASE}))
+    return ForComfyui(len(named), difference)
