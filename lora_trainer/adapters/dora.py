@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from lora_trainer.adapters import lora
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
+from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.layer_updates import TINY, LayerUpdate, to_lora
 from lora_trainer.lora_format.lora_file import plain_forms
-from lora_trainer.lora_format.updates import TINY, DecomposedUpdate, to_lora
-from lora_trainer.lora_format.weights import LayerUpdate, LoraPair, module_name
+from lora_trainer.lora_format.weights import module_name
 from lora_trainer.models.quantization.store import wide_weight
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ def start_from(
     return problems
 
 
-DORA = AdapterKind(
+KIND = AdapterKind(
     inject=inject_dora,
     updates=updates,
     forms=plain_forms,

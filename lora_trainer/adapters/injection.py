@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
-from lora_trainer.lora_format.updates import to_lora
+from lora_trainer.lora_format.layer_updates import to_lora
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 if TYPE_CHECKING:

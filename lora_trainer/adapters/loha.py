@@ -23,12 +23,13 @@ from lora_trainer.adapters.injection import (
     trained,
     unlike,
 )
+from lora_trainer.lora_format.kinds.loha import HadamardUpdate
 from lora_trainer.lora_format.lora_file import plain_forms
-from lora_trainer.lora_format.updates import HadamardUpdate
-from lora_trainer.lora_format.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.weights import module_name
 
 if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
 
 
 def inject_loha(
@@ -114,4 +115,4 @@ def start_from(
     return []
 
 
-LOHA = AdapterKind(inject=inject_loha, updates=updates, forms=plain_forms, start_from=start_from)
+KIND = AdapterKind(inject=inject_loha, updates=updates, forms=plain_forms, start_from=start_from)

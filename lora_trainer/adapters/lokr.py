@@ -23,9 +23,10 @@ from lora_trainer.adapters.injection import (
     trained,
     unlike,
 )
+from lora_trainer.lora_format.kinds.lokr import KroneckerUpdate
+from lora_trainer.lora_format.layer_updates import LayerUpdate
 from lora_trainer.lora_format.lora_file import plain_forms
-from lora_trainer.lora_format.updates import KroneckerUpdate
-from lora_trainer.lora_format.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.weights import module_name
 
 if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem
@@ -168,4 +169,4 @@ def _factor_of(updates: Mapping[str, KroneckerUpdate]) -> int:
     )
 
 
-LOKR = AdapterKind(inject=inject_lokr, updates=updates, forms=plain_forms, start_from=start_from)
+KIND = AdapterKind(inject=inject_lokr, updates=updates, forms=plain_forms, start_from=start_from)

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, inject, patterns, put, too_high
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.lora_file import lora_forms
-from lora_trainer.lora_format.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
+from lora_trainer.lora_format.weights import module_name, weights_from_peft
 from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
 
 if TYPE_CHECKING:
     from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.core.errors import Problem
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
 
 INITIAL_DOWN, INITIAL_UP = "initial_down", "initial_up"  # buffers, and the ends of their names in checkpoints
 OVERSAMPLED = 8  # columns of a randomized SVD beyond the rank
@@ -228,7 +230,7 @@ def is_up(name: str) -> bool:
     return ".lora_B." in name
 
 
-LORA = AdapterKind(
+KIND = AdapterKind(
     inject=inject_lora,
     updates=updates,
     forms=lora_forms,

@@ -65,6 +65,7 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     inputs = read_all(paths, problems, arguments.family, any_kind=arguments.of == PARAMETERS)
 
     def write() -> ToolResult:
+        from lora_trainer.lora_format.low_rank import RankLimits
         from lora_trainer.lora_format.tools.combining import average_of_parameters, combine, unchanged_rows
         from lora_trainer.lora_format.tools.lora_inputs import (
             common_header,
@@ -73,7 +74,6 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
             write_changes,
             write_result,
         )
-        from lora_trainer.lora_format.tools.low_rank import RankLimits
 
         used, shares, notes = with_weight(inputs, weights)
         details = {"weights": shares, "of": arguments.of or UPDATES, "rank": rank}

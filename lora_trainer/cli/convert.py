@@ -69,7 +69,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if arguments.to is None:
         problems.append(Problem("flag_missing", "--to is missing.", f"One of: {', '.join(TARGETS)}."))
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
-    if arguments.to == COMFYUI and (kind := _other_than_dora(source)):
+    if arguments.to == COMFYUI and (kind := _exact_in_comfyui(source)):
         message = f"{source.name} is {kind}, without magnitudes of outputs that ComfyUI computes differently."
         problems.append(Problem("no_magnitudes", message, "Use --to kohya, which ComfyUI reads."))
     elif (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
@@ -102,15 +102,17 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     return DONE
 
 
-def _other_than_dora(source: Path) -> str | None:
-    """The kind of a LoRA file that has no layer of DoRA; None for a DoRA, and for what is no LoRA file."""
+def _exact_in_comfyui(source: Path) -> str | None:
+    """The kind of a LoRA file that ComfyUI computes as it is meant; None for one that it does not, and for what is no LoRA file."""
+    from lora_trainer.lora_format.kinds import KINDS
     from lora_trainer.models.lora_facts import read_lora_facts
 
     try:
         kind = read_lora_facts(source)[0].kind
     except UsageError:  # reading the file whole says why
         return None
-    return None if kind is None or "DoRA" in kind else kind
+    is_rewritten = any(each.rewritten and each.title in (kind or "") for each in KINDS.values())
+    return None if is_rewritten else kind
 
 
 def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target: LoraTarget) -> int:

@@ -17,8 +17,8 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
+    from lora_trainer.lora_format.low_rank import LayerRow, RankLimits
     from lora_trainer.lora_format.tools.lora_inputs import LoraTarget, ToolResult
-    from lora_trainer.lora_format.tools.low_rank import LayerRow, RankLimits
 
 FORMS = ("kohya", "diffusers")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # torch's names
@@ -55,7 +55,7 @@ def add_output_arguments(
 
 
 def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The limits of `lora_format.tools.low_rank.RankLimits`."""
+    """The limits of `lora_format.low_rank.RankLimits`."""
     parser.add_argument("--rank", metavar="N", help="the highest rank of a layer")
     parser.add_argument("--energy", metavar="SHARE", help="keep this share of the sum of squared singular values")
     parser.add_argument("--frobenius", metavar="SHARE", help="keep this share of each update's Frobenius norm")
@@ -90,7 +90,7 @@ def number(
 
 def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> RankLimits | None:
     """What `--rank` and the other limits say; None where none is set. Adds problems."""
-    from lora_trainer.lora_format.tools.low_rank import RankLimits
+    from lora_trainer.lora_format.low_rank import RankLimits
 
     def is_share(value: float) -> bool:
         return 0.0 < value <= 1.0

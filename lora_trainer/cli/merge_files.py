@@ -25,8 +25,8 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
+    from lora_trainer.lora_format.low_rank import RankLimits
     from lora_trainer.lora_format.tools.lora_inputs import LoraInput, LoraTarget, ToolResult
-    from lora_trainer.lora_format.tools.low_rank import RankLimits
 
 EXAMPLES = (
     "examples:\n  lora-trainer merge a.safetensors b.safetensors --weights 1 0.6 \\\n    --output both.safetensors\n"
@@ -118,6 +118,7 @@ def read_all(
 
 
 def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | None, target: LoraTarget) -> ToolResult:
+    from lora_trainer.lora_format.low_rank import below_share
     from lora_trainer.lora_format.tools.combining import combine
     from lora_trainer.lora_format.tools.lora_inputs import (
         MERGED_FROM,
@@ -127,7 +128,6 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
         with_weight,
         write_result,
     )
-    from lora_trainer.lora_format.tools.low_rank import below_share
 
     inputs, weights, notes = with_weight(inputs, weights)
     combined = combine([each.pairs for each in inputs], weights, keep)

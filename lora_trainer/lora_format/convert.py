@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +17,7 @@ from lora_trainer.lora_format import diffusers as diffusers_form
 from lora_trainer.lora_format import kohya as kohya_form
 from lora_trainer.lora_format.earlier import EARLIER, Earlier, earlier_of, remembered, restored
 from lora_trainer.lora_format.keys import KOHYA_ALPHA, T5, of_language_model
+from lora_trainer.lora_format.kinds.lora import LoraPair, product_norm
 from lora_trainer.lora_format.lora_file import (
     TensorsAndHeader,
     learned_token_files,
@@ -26,10 +27,11 @@ from lora_trainer.lora_format.lora_file import (
 )
 from lora_trainer.lora_format.metadata import HASH, with_hashes
 from lora_trainer.lora_format.reading import only_lora, some, values, weights_of
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, product_norm
 
 if TYPE_CHECKING:
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
     from lora_trainer.lora_format.layouts import Names
+    from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights
 
 Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
@@ -148,19 +150,18 @@ def _write(
     if to == "diffusers" and weights.embeddings:
         kept = next(iter(weights.embeddings.values())).dtype
         token_files = learned_token_files(target.parent, target.stem, weights, kept)
-    if (token_files or not weights.embeddings) and (others := _others_tokens(target, token_files)):
+    others = [path for path in learned_tokens_beside(target) if path not in token_files]
+    if token_files:  # which hide those of the name without `.diffusers`
+        others = [path for path in others if path.name.startswith(f"{target.stem}.embedding-")]
+    elif weights.embeddings:  # the file itself holds them, and no others are looked for
+        others = []
+    if others:
         message = f"{some([path.name for path in others])} would be read as learned tokens of {target.name}."
         raise UsageError(
             Problem("taken_for_tokens", message, "Remove what an earlier file of this name left, or name another file.")
         )
     write_together({target: content, **token_files}, lambda path, read: check(read) if path == target else None)
     return (target, *token_files)
-
-
-def _others_tokens(target: Path, own: Collection[Path]) -> list[Path]:
-    """Files that would be read as learned tokens of `target`, which has its `own` ones."""
-    found = [path for path in learned_tokens_beside(target) if path not in own]
-    return [path for path in found if not own or path.name.startswith(f"{target.stem}.embedding-")]
 
 
 def _of_others(weights: AdapterWeights, names: Names) -> list[Problem]:

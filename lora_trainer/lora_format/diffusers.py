@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.lora_format.keys import DIFFUSERS_DOWN, DIFFUSERS_UP, DORA
+from lora_trainer.lora_format.keys import DIFFUSERS_DOWN, DIFFUSERS_UP
 from lora_trainer.lora_format.patterns import takes_too_long
 
 if TYPE_CHECKING:
@@ -39,20 +39,12 @@ def diffusers_tensors(weights: LoraWeights) -> dict[str, Tensor]:
     return tensors
 
 
-# peft's names of a file's tensors, where they differ from LyCORIS'.
-PEFT_ENDS = {
-    "lora_down.weight": DIFFUSERS_DOWN[1:],
-    "lora_up.weight": DIFFUSERS_UP[1:],
-    DORA: "lora_magnitude_vector.weight",
-}
-
-
 # Without `lora_A` in the first key diffusers takes a file for one of before peft, and this layer for a list of layers.
 RENAMED_MAGNITUDE = ".to_out.lora_magnitude_vector"
 
 
 def renamed_magnitudes(keys: Iterable[str]) -> list[str]:
-    """The DoRA magnitudes that diffusers would look for by another name; their layers then raise in the first forward pass.
+    """The magnitudes that diffusers would look for by another name; their layers then raise in the first forward pass.
 
     `keys` are those of a file in the order of its bytes. diffusers looks at the first one of each component.
     """
@@ -131,7 +123,7 @@ def alphas(
     Without a header entry, `peft_config` counts for all components. A rank-stabilized scale, alpha / sqrt(rank), is
     returned as the alpha whose alpha / rank is the same. Raises ValueError when the JSON cannot be read.
     """
-    document = _document(metadata)
+    document = config_in(metadata)
     found: dict[str, float] = {}
     for module, rank in ranks.items():
         component, _, rest = module.partition(".")
@@ -167,7 +159,8 @@ def _matcher(key: str) -> re.Pattern[str] | None:
         raise ValueError(f"{key!r} is no pattern") from None
 
 
-def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
+def config_in(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The header's JSON. Raises ValueError when it cannot be read."""
     try:
         document = json.loads(metadata.get(ADAPTER_METADATA_KEY) or "{}")
     except RecursionError:
@@ -177,18 +170,13 @@ def _document(metadata: Mapping[str, str]) -> dict[str, Any]:
     return document
 
 
-def reaching_further(metadata: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Keys of the header's JSON that would make peft import, read or change more than the file's own tensors, or search for longer
+def reaching_further(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Keys of peft's config that would make peft import, read or change more than the file's own tensors, or search for longer
     than anybody waits. `names` are those of the file's layers.
 
-    diffusers hands all of it to peft's LoraConfig, whose arguments name modules to import, files to read and methods that
-    change the base model itself (PiSSA, OLoRA, CorDA). Raises ValueError when the JSON cannot be read.
+    diffusers hands all of the header's JSON to peft's LoraConfig, whose arguments name modules to import, files to read and
+    methods that change the base model itself (PiSSA, OLoRA, CorDA).
     """
-    return reaching_in(_document(metadata), names)
-
-
-def reaching_in(document: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The same of peft's own config, or of the header's JSON as read."""
     found = []
     for name, value in document.items():
         key = name.rpartition(".")[2]

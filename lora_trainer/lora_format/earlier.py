@@ -10,10 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.kinds.lora import LoraPair
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.weights import LoraWeights
 
 EARLIER = "lora_trainer.earlier"  # header: form and alphas before the file was converted
 FLOAT32 = 1e-6  # relative: kohya's form stores alpha as float32

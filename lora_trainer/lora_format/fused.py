@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lora_trainer.lora_format.updates import rows_of
-from lora_trainer.lora_format.weights import LayerUpdate, LoraPair
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.layer_updates import LayerUpdate, swap_halves
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.layouts import Rule
@@ -34,9 +34,14 @@ def join(parts: Mapping[int, LoraPair], rules: Sequence[Rule]) -> LoraPair:
         raise ValueError("the parts' sizes do not match the shares of the fused layer")
     swapped = {rule.part: rule.swapped for rule in rules}
     scale = Counter(pair.scale for pair in parts.values()).most_common(1)[0][0]
-    ups = {part: _swap(_rescaled(pair, scale), swapped[part]) for part, pair in parts.items()}
+    ups = {}
+    for part, pair in parts.items():
+        up = pair.up if pair.scale == scale else (pair.up.double() * (pair.scale / scale)).to(pair.up.dtype)
+        ups[part] = swap_halves(up, swapped[part])
     pairs = list(parts.values())
-    shared = len(pairs) > 1 and all(_same(pair.down, pairs[0].down) for pair in pairs[1:])
+    shared = len(pairs) > 1 and all(
+        pair.down.shape == pairs[0].down.shape and torch.equal(pair.down, pairs[0].down) for pair in pairs[1:]
+    )
     ranks = {part: 0 if shared else pair.rank for part, pair in parts.items()}
     down = pairs[0].down if shared else torch.cat([parts[part].down for part in sorted(parts)])
     dtype = reduce(torch.promote_types, (up.dtype for up in ups.values()))
@@ -70,10 +75,10 @@ def split(pair: LoraPair, rules: Sequence[Rule], ranks: Sequence[int] | None = N
     for rule in rules:
         block = blocks[rule.part]
         if spans is None:
-            found[rule.part] = LoraPair(pair.down, _swap(block, rule.swapped), pair.alpha)
+            found[rule.part] = LoraPair(pair.down, swap_halves(block, rule.swapped), pair.alpha)
         elif rule.part in spans:
             begin, end = spans[rule.part]
-            up = _swap(block[:, begin:end], rule.swapped)
+            up = swap_halves(block[:, begin:end], rule.swapped)
             found[rule.part] = LoraPair(pair.down[begin:end], up, pair.alpha * (end - begin) / pair.rank)
     return found
 
@@ -89,18 +94,18 @@ def divide(update: LayerUpdate, rules: Sequence[Rule], ranks: Sequence[int] | No
     rows, *columns = update.weight_shape
     if is_whole:
         is_turned = rules[0].last_swapped and [rows] == [2 * each for each in columns]
-        return {0: rows_of(update, 0, rows, True) if is_turned else update}
+        return {0: update.rows(0, rows, True) if is_turned else update}
     shares = rules[0].shares
     if rows % sum(shares) or len(columns) > 1:
         raise ValueError(f"{rows} rows cannot be divided as {':'.join(map(str, shares))}")
     edges = [0, *accumulate(rows // sum(shares) * share for share in shares)]
-    return {rule.part: rows_of(update, edges[rule.part], edges[rule.part + 1], rule.swapped) for rule in rules}
+    return {rule.part: update.rows(edges[rule.part], edges[rule.part + 1], rule.swapped) for rule in rules}
 
 
 def turned(pair: LoraPair, rule: Rule) -> LoraPair:
     """The pair of a layer that is not fused in the original, with the halves of the last block's norm swapped."""
     last = pair.down.ndim == 2 and pair.up.shape[0] == 2 * pair.down.shape[1]
-    return LoraPair(pair.down, _swap(pair.up, True), pair.alpha) if rule.last_swapped and last else pair
+    return LoraPair(pair.down, swap_halves(pair.up, True), pair.alpha) if rule.last_swapped and last else pair
 
 
 def ranks_for_header(parts: Mapping[int, LoraPair], joined: LoraPair, rules: Sequence[Rule]) -> list[int] | None:
@@ -141,17 +146,3 @@ def _by_widths(widths: Mapping[int, int], used: Sequence[Tensor]) -> dict[int, t
         if bool(mask[:begin].any()) or bool(mask[end:].any()):
             return None
     return spans
-
-
-def _rescaled(pair: LoraPair, scale: float) -> Tensor:
-    if pair.scale == scale:
-        return pair.up
-    return (pair.up.double() * (pair.scale / scale)).to(pair.up.dtype)
-
-
-def _swap(up: Tensor, swapped: bool) -> Tensor:
-    return torch.cat([*reversed(up.chunk(2))]) if swapped else up
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.shape == other.shape and torch.equal(one, other))

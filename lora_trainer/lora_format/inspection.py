@@ -20,20 +20,22 @@ from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places,
 from lora_trainer.lora_format.convert import size_of_update
 from lora_trainer.lora_format.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.lora_format.keys import EMBEDDING, NUMBERED, PEFT, read_key
+from lora_trainer.lora_format.kinds import KINDS, NETWORKS
+from lora_trainer.lora_format.layer_updates import titles
 from lora_trainer.lora_format.lora_file import beside, open_tensors, refuse_reaching
 from lora_trainer.lora_format.reading import Collected, collect, method_of, some, values
 from lora_trainer.lora_format.tensor_file import DTYPES
-from lora_trainer.lora_format.updates import changes_nothing, titles
 
 if TYPE_CHECKING:
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
     from lora_trainer.lora_format.layouts import Names
-    from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate
+    from lora_trainer.lora_format.weights import AdapterWeights
 
 HASHED_AT_ONCE = 1 << 22  # bytes
 NESTED = re.compile(r"(?:transformer|unet)\.diffusion_model\.|(?:lora_unet|lora_transformer|lycoris)_(?:_|unet_)")
 WITHOUT_DOT = re.compile(r"_lora_(?:down|up|mid)\.weight")
 OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
-STYLES = (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), ("oft_unet_", "sd-scripts' OFT"))
+COUNTED_BY = {part for kind in KINDS.values() for part in kind.counted_by}
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -97,6 +99,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
     hashes = hashes_of(path, metadata) if whole else {}
     places = {key: entry for key, entry in read_tensor_header(path).items() if key != METADATA} if whole else {}
     warnings = _doubts(path, pairs, hashes)
+    counted = [key for key in tensors if (read := read_key(key)) and read.part in COUNTED_BY]
     return Inspected(
         path=path,
         kind=method_of(tensors) or _kind(metadata, found.weights),
@@ -104,7 +107,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         weights=replace(found.weights, metadata=metadata),
         ranks=dict(Counter(pair.rank for pair in pairs.values())),
         scales=dict(Counter(round(pair.scale, 6) for pair in pairs.values())),
-        dtypes=dict(Counter(_dtype(tensor) for key, tensor in tensors.items() if _is_up(key))),
+        dtypes=dict(Counter(str(tensors[key].dtype).removeprefix("torch.") for key in counted)),
         convolutions=sum(map(_has_kernel, pairs.values())),
         components=_components(pairs),
         hashes=hashes,
@@ -179,7 +182,8 @@ def _style(keys: Sequence[str], found: Collected) -> str:
         return "original, model first"
     if any(key.startswith(("unet.", "transformer.", "text_encoder")) for key in keys):
         return f"diffusers, original names{_halves(found)}" if theirs else f"diffusers{_halves(found)}"
-    for beginning, style in STYLES:
+    networks = [(f"{network.prefix}_", network.style) for network in NETWORKS]
+    for beginning, style in (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), *networks):
         if any(key.startswith(beginning) for key in keys):
             return style
     if found.form not in ("kohya", "lycoris") or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):
@@ -202,19 +206,9 @@ def _halves(found: Collected) -> str:
     return ", kohya's halves" if found.form == "kohya" else ""
 
 
-def _is_up(key: str) -> bool:
-    """Whether a key is of the tensor that its layer is counted by."""
-    read = read_key(key)
-    return read is not None and read.part in ("up", "lokr_w1", "lokr_w1_a", "hada_w1_a", "diff")
-
-
 def _has_kernel(update: LayerUpdate) -> bool:
     shape = update.weight_shape
     return len(shape) == 4 and shape[-1] > 1
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _components(pairs: Mapping[str, LayerUpdate]) -> dict[str, Component]:
@@ -242,7 +236,7 @@ def _order(block: str) -> list[tuple[int, str]]:
 
 def _values(path: Path, weights: AdapterWeights) -> list[Problem]:
     problems = values(path.name, weights)
-    dead = [name for name, update in weights.modules.items() if changes_nothing(update)]
+    dead = [name for name, update in weights.modules.items() if update.is_zero]
     if dead and len(dead) == len(weights.modules):
         problems.append(
             Problem("lora_is_zero", f"{path.name} changes nothing: every update is zero.", "It was not trained.")
@@ -252,7 +246,7 @@ def _values(path: Path, weights: AdapterWeights) -> list[Problem]:
 
 def _doubts(path: Path, pairs: Mapping[str, LayerUpdate], hashes: Mapping[str, tuple[str, str]]) -> list[Problem]:
     doubts = []
-    dead = [name for name, update in pairs.items() if changes_nothing(update)]
+    dead = [name for name, update in pairs.items() if update.is_zero]
     if dead and len(dead) < len(pairs):
         doubts.append(
             Problem(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lora_trainer.lora_format.kinds import KINDS, NETWORKS
 from lora_trainer.lora_format.layouts import Names, Rule, rules_of_original, rules_of_ours, split_numbers
 
 # Components of a pipeline with one text encoder and the prefix of each in kohya's files.
@@ -24,7 +25,7 @@ COMPONENT_OF_PREFIX: Mapping[str, str] = {
     "lora_unet": DENOISER,
     "lora_transformer": DENOISER,
     "lycoris": DENOISER,
-    "oft_unet": DENOISER,
+    **{network.prefix: DENOISER for network in NETWORKS},
     "lora_te": "text_encoder",
     "lora_te1": "text_encoder",
     "lora_te2": "text_encoder_2",
@@ -51,6 +52,11 @@ INSIDE = (PEFT, "transformer.", "diffusion_model.")  # beginnings that programs 
 LANGUAGE_MODEL = re.compile(
     r"text_encoders\.\w+\.transformer\.(?:model\.)?"
 )  # ComfyUI's names of the newer text encoders
+WITHOUT_DOTS = (
+    "lora_",
+    "lycoris_",
+    *(f"{network.prefix}_" for network in NETWORKS),
+)  # beginnings: dots became underscores
 NUMBERED = "lora_te1"  # prefix of the first of several text encoders in kohya's form
 
 T5 = ".encoder.block."  # in the names of its modules
@@ -62,18 +68,20 @@ HINTS = ("ss_base_model_version", "modelspec.architecture", "ss_base_model")  # 
 
 DIFFUSERS_DOWN, DIFFUSERS_UP = ".lora_A.weight", ".lora_B.weight"
 KOHYA_DOWN, KOHYA_UP, KOHYA_ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
-DORA_OVER, OF_BASE = "lora_trainer.dora_over", "base"  # header: a DoRA whose magnitudes are over |W|, for ComfyUI alone
-DORA = "dora_scale"  # a DoRA's magnitude
 EMBEDDING = "bundle_emb."  # a learned token: `bundle_emb.WORD.clip_l`
 
+_OWN, _BESIDE = (
+    "|".join(kind.ends for kind in KINDS.values() if kind.ends and bool(kind.decompose) == is_beside)
+    for is_beside in (False, True)
+)
 _ENDINGS = re.compile(
     r"(?P<name>.+?)(?:"
     r"[._]lora_(?P<kohya>down|up|mid)\.weight"
     r"|\.lora_(?P<peft>[AB])(?:\.[^.]+)?(?:\.weight)?"
     r"|[._]lora(?P<stream>[12]?)\.(?P<old>down|up)\.weight"
     r"|\.lora_linear_layer\.(?P<older>down|up)\.weight"
-    r"|\.(?P<lycoris>lokr_(?:w[12](?:_[ab])?|t[12])|hada_(?:w[12]_[ab]|t[12])|oft_blocks|diff)"
-    r"|\.(?P<magnitude>dora_scale|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+    rf"|\.(?P<lycoris>{_OWN})"
+    rf"|\.(?P<beside>{_BESIDE})(?:\.default)?(?:\.weight)?"
     r"|\.(?P<alpha>alpha))"
 )
 
@@ -113,7 +121,7 @@ class Key:
 
     name: str
     part: str  # `down`, `up`, `mid`, `alpha`, or LyCORIS' and peft's own names of others
-    form: str  # `kohya`, `diffusers`, `lycoris`, `old` or, of an alpha and a magnitude, ""
+    form: str  # `kohya`, `diffusers`, `lycoris`, `old` or, of an alpha and of what lies beside another kind, ""
 
 
 @dataclass(frozen=True)
@@ -134,10 +142,8 @@ def read_key(key: str) -> Key | None:
     match = _ENDINGS.fullmatch(key)
     if match is None:
         return None
-    if match["alpha"]:
-        return Key(match["name"], "alpha", "")
-    if match["magnitude"]:
-        return Key(match["name"], match["magnitude"], "")
+    if match["alpha"] or match["beside"]:
+        return Key(match["name"], match["alpha"] or match["beside"], "")
     if match["lycoris"]:
         return Key(match["name"], match["lycoris"], "lycoris")
     if match["peft"]:

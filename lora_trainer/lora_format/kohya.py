@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,11 @@ from lora_trainer.lora_format.keys import (
     kohya_name,
     resolve,
 )
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layouts import Names, Rule, rule_of
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.weights import LoraWeights
 
 FUSED_RANKS = "lora_trainer.fused"  # header: ranks of the parts of fused layers whose tensors do not show them
 T5_PREFIX = "lora_te3"  # as ComfyUI and sd-scripts have it, for every family

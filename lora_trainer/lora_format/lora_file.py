@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,11 +23,14 @@ from lora_trainer.core.io import atomic_path
 from lora_trainer.core.tensorfile import is_pickle, read_tensor_header
 from lora_trainer.lora_format import diffusers as diffusers_form
 from lora_trainer.lora_format import kohya as kohya_form
-from lora_trainer.lora_format.keys import DORA, EMBEDDING, ONE_TEXT_ENCODER, PEFT, read_key
+from lora_trainer.lora_format.keys import EMBEDDING, ONE_TEXT_ENCODER, PEFT, read_key
 from lora_trainer.lora_format.layouts import Names, rule_of
 from lora_trainer.lora_format.metadata import TrainingFacts, header, with_hashes
 from lora_trainer.lora_format.reading import only_lora, some, weights_of
-from lora_trainer.lora_format.weights import AdapterWeights, LoraPair, LoraWeights, check_keys, folded
+from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, check_keys, folded
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.kinds.lora import LoraPair
 
 ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
 MOST_CONFIG_BYTES = 1 << 20
@@ -109,12 +112,8 @@ def plain_forms(weights: AdapterWeights, names: Names) -> tuple[FileForm, FileFo
             name = f"lycoris_{rest.replace('.', '_')}"
         else:
             name = f"{names.prefixes[component]}_{ruled[1].replace('.', '_')}"
-        for end, tensor in update.parts().items():
-            kohya[f"{name}.{end}"] = tensor
-            if end == DORA:  # peft's is [out], or [1, out, 1, 1]
-                tensor = tensor.flatten() if tensor.ndim == 2 else tensor.transpose(0, 1).contiguous()
-            if end != "alpha":  # it is in the tensors, and diffusers refuses its key
-                diffusers[f"{module}.{diffusers_form.PEFT_ENDS.get(end, end)}"] = tensor
+        kohya |= {f"{name}.{end}": tensor for end, tensor in update.parts().items()}
+        diffusers |= {f"{module}.{end}": tensor for end, tensor in update.peft_parts().items()}
     return FileForm(kohya, weights), FileForm(diffusers_form.with_first_pair_first(diffusers), weights)
 
 
@@ -203,7 +202,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def read_adapter(path: Path, families: Sequence[Names] = ()) -> AdapterWeights:
-    """Read a LoRA, DoRA, LoKr or LoHa of any program, its format detected from its keys; `families` are those whose
+    """Read an adapter file of any readable kind and program, its format detected from its keys; `families` are those whose
     names are known.
 
     NaN is kept (`AdapterWeights.not_finite` names it). Raises UsageError, with all
@@ -231,7 +230,7 @@ def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         raise UsageError(
             Problem("config_unreadable", f"{config} cannot be read: {error}.", "Copy it again, or remove it.")
         ) from None
-    if reaching := diffusers_form.reaching_in(document, layers_of(tensors)):
+    if reaching := diffusers_form.reaching_further(document, layers_of(tensors)):
         raise _refused(config, f"asks for more than the file's own weights ({some(reaching)}).", "Export a plain LoRA.")
     return document
 
@@ -274,7 +273,7 @@ def layers_of(keys: Iterable[str]) -> list[str]:
 def refuse_reaching(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> None:
     key = diffusers_form.ADAPTER_METADATA_KEY
     try:
-        reaching = diffusers_form.reaching_further(metadata, layers_of(keys))
+        reaching = diffusers_form.reaching_further(diffusers_form.config_in(metadata), layers_of(keys))
     except (ValueError, TypeError):
         raise _refused(path, f"has a header entry {key} that cannot be read.", "Export it again.") from None
     if reaching:

@@ -20,7 +20,8 @@ from lora_trainer.lora_format.keys import BASE_FORM, OWN_VERSION, T5_TOKENS, WIT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
+    from lora_trainer.lora_format.weights import AdapterWeights
 
 PLAIN_TOKENS = 75  # the default, which programs do not record
 EMA_DECAY, SWA_START = "lora_trainer.ema_decay", "lora_trainer.swa_start"
@@ -182,11 +183,9 @@ def network_entries(weights: AdapterWeights, own: Mapping[str, object]) -> dict[
     texts = [pair for name, pair in weights.modules.items() if name.startswith("text_encoder")]
     denoiser = [pair for name, pair in weights.modules.items() if not name.startswith("text_encoder")]
     rank, alpha = _most(denoiser or texts)
-    algorithm = Counter(update.algorithm for update in weights.modules.values()).most_common(1)
-    algo = algorithm[0][0] if algorithm else "lora"
-    arguments: dict[str, object] = {"algo": "lora" if algo == "dora" else algo, "alpha_folded": True, **own}
-    if algo == "dora":
-        arguments |= {"dora_wd": True, "wd_on_output": True}  # as LyCORIS names it
+    kinds = Counter((update.algorithm, tuple(update.arguments.items())) for update in weights.modules.values())
+    algo, extra = kinds.most_common(1)[0][0] if kinds else ("lora", ())
+    arguments: dict[str, object] = {"algo": algo, "alpha_folded": True, **own, **dict(extra)}
     if texts:
         arguments["text_encoder_dim"], arguments["text_encoder_alpha"] = _most(texts)
     return {

@@ -1,6 +1,6 @@
 """Read the tensors of a LoRA file of any program as weights by diffusers' names, or refuse them.
 
-Exact where the file holds LoRA, DoRA, LoKr, LoHa or whole changes of weights; every other method is named.
+Exact where the file holds one of the `kinds`; every other method is named.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,30 +21,27 @@ from lora_trainer.lora_format import diffusers as diffusers_form
 from lora_trainer.lora_format.fused import divide
 from lora_trainer.lora_format.keys import (
     COMPONENT_OF_PREFIX,
-    DORA_OVER,
     EMBEDDING,
     HINTS,
-    OF_BASE,
     Found,
     Key,
     read_key,
     resolve,
 )
+from lora_trainer.lora_format.kinds import BESIDE, KINDS
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.kohya import fused_ranks
-from lora_trainer.lora_format.updates import DecomposedUpdate, FactorUpdate, titles, to_lora, update_of
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
+from lora_trainer.lora_format.layer_updates import FactorUpdate, LayerUpdate, titles, to_lora
+from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, plain_pairs
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.layouts import Names
 
-MAGNITUDES = ("dora_scale", "lora_magnitude_vector")
-SD_SCRIPTS_OFT = "oft_unet_"  # the beginning of its OFT network's names
 SHOWN = 3  # names listed in one message
 CHANGES_OF_NORMS = "LoRA with changes of norms"
-OTHER_METHODS = {  # beginnings or ends of the part after a module's name, of methods that are not read
-    ".oft_R": "OFT as peft rotates it, by inputs,",
-    ".boft_": "BOFT",
-    ".oft_blocks.": "OFT with blocks of their own for the parts of a fused layer (sd-scripts' networks.oft_flux)",
+# Methods that are not read: by a part of a key, and by its end.
+OTHER_FORMS = {part: what for kind in KINDS.values() for part, what in kind.unread.items()} | {".boft_": "BOFT"}
+OTHER_METHODS = {
     ".a1.weight": "GLoRA",
     ".b1.weight": "GLoRA",
     ".on_input": "IA3",
@@ -100,10 +98,9 @@ def method_of(tensors: Mapping[str, Tensor]) -> str | None:
     """The method of a file's tensors that is not read; None when all may be."""
     if any(key.endswith(".diff") and tensor.ndim < 2 for key, tensor in tensors.items()):
         return CHANGES_OF_NORMS
-    for mark, method in OTHER_METHODS.items():
-        if any(key.endswith(mark) or (mark in (".oft_R", ".boft_", ".oft_blocks.") and mark in key) for key in tensors):
-            return method
-    return None
+    inside = (method for part, method in OTHER_FORMS.items() if any(part in key for key in tensors))
+    at_the_end = (method for end, method in OTHER_METHODS.items() if any(key.endswith(end) for key in tensors))
+    return next(chain(inside, at_the_end), None)
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ def collect(
     pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
     changes: dict[str, LayerUpdate] = {**pairs}
     changes |= {name: each for name, each in updates.items() if name in found and each is not None}
-    changes = _decomposed(file, changes, halves, problems, of_base=metadata.get(DORA_OVER) == OF_BASE)
+    changes = _with_what_lies_beside(file, changes, halves, metadata, problems)
     modules = _modules(file, changes, found, fused_ranks(metadata), problems)
     name = family.family if family else None
     weights = AdapterWeights(modules, metadata, embeddings, name)
@@ -280,14 +277,12 @@ def _updates(
     """The changes that are no low-rank products; None for one that cannot be read, whose problem is appended."""
     updates: dict[str, FactorUpdate | None] = {}
     for name, parts in halves.items():
-        tensors = {part: _wide(tensor) for part, tensor in parts.items() if part not in ("alpha", *MAGNITUDES)}
+        tensors = {part: _wide(tensor) for part, tensor in parts.items() if part not in ("alpha", *BESIDE)}
         if set(tensors) <= {"down", "up", "mid"}:
             continue
         alpha = None if "alpha" not in parts else float(parts["alpha"].float().reshape(-1)[0])
         try:
-            if name.startswith(SD_SCRIPTS_OFT) and alpha == 0.0:
-                raise ValueError("by an alpha of 0 sd-scripts' OFT turns nothing, where LyCORIS' has no bound")
-            updates[name] = update_of(tensors, alpha)
+            updates[name] = _update_of(name, tensors, alpha)
         except ValueError as error:
             updates[name] = None
             problems.append(
@@ -298,35 +293,58 @@ def _updates(
     return updates
 
 
-def _decomposed(
+def _update_of(name: str, tensors: Mapping[str, Tensor], alpha: float | None) -> FactorUpdate:
+    """The change of one layer's tensors. Raises ValueError for an incomplete or mixed set, and wrong shapes."""
+    kinds = [kind for kind in KINDS.values() if kind.ends and any(end.startswith(kind.parts) for end in tensors)]
+    kind = kinds[0].update
+    if len(kinds) > 1 or not issubclass(kind, FactorUpdate):
+        raise ValueError(f"{', '.join(sorted(tensors))} are of several kinds")
+    kind.check_alpha(name, alpha)
+    if any(0 in each.shape for each in tensors.values()):
+        raise ValueError("it is empty")
+    if unpaired := kind.complete(set(tensors)) ^ set(tensors):
+        raise ValueError(f"{kinds[0].title} does not fit together ({', '.join(sorted(unpaired))})")
+    update = kind(tensors, alpha)
+    try:
+        shapes_fit = update.rank > 0 and min(update.weight_shape) > 0
+        # Computed without values: torch compares the shapes.
+        with torch.device("meta"):
+            shapes = {end: torch.empty(each.shape) for end, each in tensors.items()}
+        replace(update, tensors=shapes, alpha=None).delta(torch.empty(update.weight_shape[0], 1, device="meta"))
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        shapes_fit = False
+    if not shapes_fit:
+        shapes_shown = ", ".join(f"{end} {list(each.shape)}" for end, each in sorted(tensors.items()))
+        raise ValueError(f"its shapes do not fit ({shapes_shown})")
+    return update
+
+
+def _with_what_lies_beside(
     file: str,
     changes: Mapping[str, LayerUpdate],
     halves: Mapping[str, Mapping[str, Tensor]],
+    metadata: Mapping[str, str],
     problems: list[Problem],
-    *,
-    of_base: bool,
 ) -> dict[str, LayerUpdate]:
-    """Those with a magnitude as DoRA; appends what is wrong with its shape."""
+    """The changes, of which kinds with tensors beside those of others make their own; appends what is wrong with a shape."""
     found = dict(changes)
     for name, change in changes.items():
-        theirs = next((part for part in MAGNITUDES if part in halves[name]), None)
-        if theirs is None:
-            continue
-        magnitude, (rows, *rest) = _wide(halves[name][theirs]), change.weight_shape
-        if theirs == "lora_magnitude_vector":  # peft's is [out], or [1, out, 1, 1]
-            magnitude = magnitude.reshape(-1, *[1] * len(rest))
-        if magnitude.ndim < 2 or tuple(magnitude.shape[:2]) not in ((rows, 1), (1, *rest[:1])):
-            message = f"{file} has a DoRA magnitude {list(magnitude.shape)} for {name}, of {rows} rows."
-            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
-            continue
-        found[name] = DecomposedUpdate(change, magnitude, of_base=of_base and magnitude.shape[0] == rows)
+        parts = {part: _wide(tensor) for part, tensor in halves[name].items() if part in BESIDE}
+        for kind in KINDS.values():
+            if kind.decompose is None or parts.keys().isdisjoint(kind.parts):
+                continue
+            try:
+                found[name] = kind.decompose(change, parts, metadata)
+            except ValueError as error:
+                message = f"{file} has {error} for {name}, of {change.weight_shape[0]} rows."
+                problems.append(Problem("lora_layer_invalid", message, "Export it again."))
     return found
 
 
 def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]) -> dict[str, LoraPair]:
     """Pairs with alpha = rank; appends what is wrong with shapes and types."""
     pairs: dict[str, LoraPair] = {}
-    lonely = sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *MAGNITUDES})
+    lonely = sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *BESIDE})
     if lonely:
         problems.append(
             Problem("lora_incomplete", f"{file} has alpha without weights for {some(lonely)}.", "Export it again.")

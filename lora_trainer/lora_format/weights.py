@@ -4,147 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, TrainingFailed, nearest
+from lora_trainer.lora_format.kinds.lora import LoraPair
 
-# Under this the fp16 rounding of the largest entry is coarser than fp16's own precision.
-SMALLEST_FOR_FP16 = 2.0**-13
-
-
-Product = Callable[[Tensor], Tensor]
-
-
-class LayerUpdate(Protocol):
-    """The trained change of one layer's weight, of any kind of adapter."""
-
-    @property
-    def algorithm(self) -> str:
-        """Its kind as headers name it: `lora`, `lokr`."""
-
-    @property
-    def title(self) -> str:
-        """Its kind as people name it: `LoRA`, `LoKr`."""
-
-    @property
-    def needs_weight(self) -> bool:
-        """Whether `delta` depends on the base model's weight."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def alpha(self) -> float | None: ...
-
-    @property
-    def scale(self) -> float:
-        """alpha / rank where it counts, else 1."""
-
-    @property
-    def finite(self) -> bool: ...
-
-    @property
-    def norm(self) -> float:
-        """The Frobenius norm of the change, as far as it does not depend on the base model's weight."""
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the weight that it changes; `[out, in * k * k]` or `[out]` where its tensors do not tell more."""
-
-    def delta(self, weight: Tensor | None = None) -> Tensor:
-        """The change of the weight in fp32; `weight` is the base model's. Raises ValueError where it is needed."""
-
-    def rounded(self, dtype: torch.dtype) -> LayerUpdate:
-        """The same change as files store it: cast once to `dtype`, contiguous, on the CPU."""
-
-    def parts(self) -> Mapping[str, Tensor]:
-        """The tensors of a file, by the end of their names."""
-
-    def to(self, device: torch.device) -> LayerUpdate:
-        """The same change on a device."""
-
-    def act(self, output: Tensor, product: Product) -> Tensor:
-        """The change of a layer's output; `product` multiplies its input by a weight in place of its own.
-
-        One that depends on the base model's weight must be prepared first (`updates.on_base`).
-        """
-
-
-@dataclass(frozen=True)
-class LoraPair:
-    """The update of one module: delta = up @ down * alpha / rank.
-
-    `down` is `[r, in]`, or `[r, in, k, k]` for a convolution; `up` is `[out, r]`, or `[out, r, 1, 1]`.
-    """
-
-    down: Tensor
-    up: Tensor
-    alpha: float
-    algorithm: ClassVar[str] = "lora"
-    title: ClassVar[str] = "LoRA"
-    needs_weight: ClassVar[bool] = False
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-    @property
-    def finite(self) -> bool:
-        return bool(self.down.isfinite().all() and self.up.isfinite().all()) and math.isfinite(self.alpha)
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        return (self.up.shape[0], *self.down.shape[1:])
-
-    @property
-    def norm(self) -> float:
-        """In float64, without the product of large tensors."""
-        return product_norm(self.up.double().flatten(1) * self.scale, self.down.double().flatten(1))
-
-    def delta(self, weight: Tensor | None = None) -> Tensor:
-        """The change of the module's weight in fp32: `[out, in]`, or `[out, in, k, k]`."""
-        down = self.down.float()
-        change = self.up.float().flatten(1) @ down.flatten(1) * self.scale
-        return change.reshape(self.up.shape[0], *down.shape[1:])
-
-    def rounded(self, dtype: torch.dtype) -> LoraPair:
-        """With alpha / rank folded into `up` in fp32, so that clients that never read alpha apply the right scale."""
-        down, up = self.down.detach().float().cpu(), self.up.detach().float().cpu()
-        if self.scale != 1.0:
-            up = up * self.scale
-        largest = float(up.abs().max()) if up.numel() else 0.0
-        if 0.0 < largest < SMALLEST_FOR_FP16:
-            # A power of two moved from down to up changes no product and keeps up out of fp16's subnormals.
-            shift = 2.0 ** round((math.log2(float(down.abs().max()) or 1.0) - math.log2(largest)) / 2)
-            if shift > 1.0:
-                up, down = up * shift, down / shift
-        return LoraPair(down.to(dtype).contiguous(), up.to(dtype).contiguous(), float(self.rank))
-
-    def parts(self) -> Mapping[str, Tensor]:
-        alpha = torch.tensor(self.alpha, dtype=torch.float32)
-        return {"lora_down.weight": self.down, "lora_up.weight": self.up, "alpha": alpha}
-
-    def to(self, device: torch.device) -> LoraPair:
-        return LoraPair(self.down.to(device), self.up.to(device), self.alpha)
-
-    def act(self, output: Tensor, product: Product) -> Tensor:
-        return product(self.delta())
-
-
-def product_norm(up: Tensor, down: Tensor) -> float:
-    """The Frobenius norm of up @ down."""
-    if min(up.shape[0], down.shape[1]) <= up.shape[1]:
-        return float((up @ down).norm())
-    return float((torch.linalg.qr(up).R @ torch.linalg.qr(down.T.contiguous()).R.T).norm())
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.lora_format.weights import LoraPair
+    from lora_trainer.lora_format.kinds.lora import LoraPair
     from lora_trainer.models.quantization.store import Narrow
 
 Loras = tuple[tuple[str, float], ...]  # files, and the factor on each one's change

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.lora_format.keys import HINTS, KOHYA_DOWN, NUMBERED
+from lora_trainer.lora_format.keys import HINTS, KOHYA_DOWN, NUMBERED, WITHOUT_DOTS
 from lora_trainer.lora_format.layouts import Names, PublishedModel, rule_of, split_numbers
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from lora_trainer.lora_format.convert import Converted, Form, SourceFile
     from lora_trainer.lora_format.inspection import Inspected
     from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights
-
-
-WITHOUT_DOTS = ("lora_", "lycoris_", "oft_unet_")  # beginnings of names in which dots became underscores
 
 
 def names_of(family: Family) -> Names:
@@ -45,7 +42,7 @@ def all_names() -> list[Names]:
 
 
 def read_adapter(path: Path) -> AdapterWeights:
-    """The weights of a LoRA, DoRA, LoKr or LoHa file by diffusers' module names, whichever program wrote it.
+    """The weights of a file of any readable kind by diffusers' module names, whichever program wrote it.
 
     Raises UsageError for other files.
     """

@@ -20,7 +20,7 @@ from lora_trainer.run_folder.record import RECORD, Record
 from lora_trainer.training.checkpoints.checkpoint import step_of
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_format.tools.low_rank import LayerRow
+    from lora_trainer.lora_format.low_rank import LayerRow
     from lora_trainer.lora_format.weights import AdapterWeights
 
 

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.kohya import kohya_tensors
 from lora_trainer.lora_format.layouts import rule_of
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.families.lumina2 import BEFORE, denoiser_part

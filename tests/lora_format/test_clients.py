@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.lora_format.diffusers import diffusers_tensors
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.kohya import kohya_tensors
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_clients import Client, clients
 from lora_trainer.models.lora_names import convert_lora, inspect_lora, names_of, read_lora

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
+from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
+from lora_trainer.lora_format.layer_updates import LayerUpdate
 from lora_trainer.lora_format.lora_file import FileLayout, read_adapter, write_lora
-from lora_trainer.lora_format.updates import DecomposedUpdate
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, shapes_of
+from lora_trainer.lora_format.weights import AdapterWeights, shapes_of
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.lora_names import read_adapter as read_of_any_family

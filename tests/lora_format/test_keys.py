@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.lora_format.keys import kohya_name, resolve
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.kohya import kohya_pairs
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.families import FAMILIES
 
 BLOCK = st.sampled_from(["down_blocks", "up_blocks"])

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.lora_format.diffusers import ADAPTER_METADATA_KEY, adapter_metadata, diffusers_tensors
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.kohya import kohya_tensors
 from lora_trainer.lora_format.layouts import rule_of
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 from tests.families.own import own_families

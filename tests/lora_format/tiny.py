@@ -61,8 +61,9 @@ from transformers import (
 )
 
 from builtin_base.architecture import make_scheduler, make_tokenizer
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.metadata import TrainingFacts
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights, shapes_of
+from lora_trainer.lora_format.weights import LoraWeights, shapes_of
 from tests.families.own import own_families
 
 ENDINGS = ("to_q", "to_k", "to_v", "to_out.0")

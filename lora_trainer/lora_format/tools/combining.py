@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.lora_format.convert import relative_difference
-from lora_trainer.lora_format.keys import DORA_OVER, OF_BASE
+from lora_trainer.lora_format.kinds import REWRITTEN
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.layer_updates import LayerUpdate, mean_of, titles
+from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, compress, join_pairs, scale_updates, sharing
 from lora_trainer.lora_format.reading import some
-from lora_trainer.lora_format.tools.low_rank import LayerRow, RankLimits, compress, join_pairs, scale_updates, sharing
-from lora_trainer.lora_format.updates import have_same_parameters, mean_of, mean_of_parameters
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights
+from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights
 
 if TYPE_CHECKING:
     import torch
@@ -69,31 +70,31 @@ def average_of_parameters(
     """The average of the parameters of several states of one adapter of any kind, in fp32, as SWA or an EMA of the training would be.
 
     A change by averaged factors is no average of changes: between files that were trained apart it means nothing. `names` are
-    those of the files. Raises UsageError, all problems at once, for files that are no states of one adapter, and for DoRAs that
+    those of the files. Raises UsageError, all problems at once, for files that are no states of one adapter, and for those that
     were rewritten for ComfyUI: their magnitudes are no parameters.
     """
     first = states[0]
     problems = []
     for name, state in zip(names, states, strict=True):
         both = set(first.modules) & set(state.modules)
-        if state.metadata.get(DORA_OVER) == OF_BASE:
-            message = f"{name} is a DoRA rewritten for ComfyUI, whose magnitudes were not trained."
+        if state.metadata.items() & REWRITTEN.items():
+            message = f"{name} is {titles(list(state.modules.values()))}, rewritten for ComfyUI: its magnitudes were not trained."
             problems.append(Problem("no_magnitudes", message, "Average the files that it was converted from."))
         if others := sorted(set(first.modules) ^ set(state.modules)):
             message = f"{name} and {names[0]} have different layers ({some(others)})."
             problems.append(
                 Problem("layers_differ", message, "Name states of one run, or average updates (--of updates).")
             )
-        if unlike := [
-            each for each in sorted(both) if not have_same_parameters(first.modules[each], state.modules[each])
-        ]:
+        if unlike := [each for each in sorted(both) if not first.modules[each].is_like(state.modules[each])]:
             what = f"different kinds, ranks or alphas in {counted(len(unlike), 'layer')} ({some(unlike)})"
             fix = "Name states of one run, or average updates (--of updates)."
             problems.append(Problem("layers_differ", f"{name} and {names[0]} have {what}.", fix))
     if problems:
         raise UsageError(problems)
     shares = [weight / sum(weights) for weight in weights]
-    modules = {name: mean_of_parameters([state.modules[name] for state in states], shares) for name in first.modules}
+    modules = {
+        name: each.mean([state.modules[name] for state in states], shares) for name, each in first.modules.items()
+    }
     tokens = {
         word: mean_of([state.embeddings[word] for state in states], shares)
         for word in first.embeddings

@@ -1,9 +1,9 @@
-"""Extract a LoRA, DoRA or LoKr from two models: the best one of each layer's difference, one layer at a time."""
+"""Extract an adapter from two models: the best one of each layer's difference, one layer at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +14,18 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError, gathering
 from lora_trainer.core.findings import counted
+from lora_trainer.lora_format.kinds import EXTRACTED, KINDS, LORA
+from lora_trainer.lora_format.layer_updates import LayerUpdate
+from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_format.reading import some
 from lora_trainer.lora_format.tools.base_layers import BaseLayers, read_base
-from lora_trainer.lora_format.tools.low_rank import LayerRow, RankLimits, factor
-from lora_trainer.lora_format.tools.nearest import nearest_decomposed, nearest_kronecker
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate
+from lora_trainer.lora_format.weights import AdapterWeights
 from lora_trainer.models.quantization.stored_forms import WeightReader
 
 if TYPE_CHECKING:
     from lora_trainer.models.places import Place
 
 CPU = torch.device("cpu")
-LORA = "lora"
-# Other kinds by the name of `lora.type`: a layer's weight, its change and a rank -> the nearest change of the kind.
-NEAREST: Mapping[str, Callable[[Tensor, Tensor, int], LayerUpdate]] = {
-    "dora": nearest_decomposed,
-    "lokr": nearest_kronecker,
-}
-NOT_EXTRACTED = {
-    "loha": "an entrywise product of two low-rank matrices has no known best approximation of a change",
-    "oft": "an OFT rotates the outputs of a layer, and the change of a trained model is no rotation",
-}
 
 
 @dataclass(frozen=True)
@@ -82,6 +73,7 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
     one, other = found
     if problems := list(_unlike(one, other)):
         raise UsageError(problems)
+    nearest = KINDS[how.kind].nearest  # None of a LoRA, whose SVD also knows limits of its own
     modules, layers, size = dict[str, LayerUpdate](), list[LayerRow](), 0
     for name, before, change in _changes(one.weights, other.weights, one.shapes):
         size += 1
@@ -92,10 +84,10 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
             )
         if norm == 0.0:
             continue
-        if how.kind == LORA:
+        if nearest is None:
             modules[name], kept, error = factor(change, how.keep, how.rank, how.clamp_quantile)
         else:
-            modules[name] = NEAREST[how.kind](before, change, how.rank)
+            modules[name] = nearest(before, change, how.rank)
             stored = modules[name].rounded(how.dtype).delta(before).reshape(change.shape)
             error = float((stored - change).double().norm()) / norm
             kept = math.sqrt(max(0.0, 1.0 - error**2))
@@ -117,12 +109,13 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
 
 def extraction_problems(how: Extraction) -> list[Problem]:
     """Why a kind of adapter cannot be extracted so."""
-    if how.kind in NOT_EXTRACTED:
-        kinds = ", ".join((LORA, *NEAREST))
+    kind = KINDS.get(how.kind)
+    if kind is not None and kind.not_extracted:
+        kinds = ", ".join((LORA, *EXTRACTED))
         return [
             Problem(
                 "kind_not_extracted",
-                f"--type {how.kind} cannot be extracted: {NOT_EXTRACTED[how.kind]}.",
+                f"--type {how.kind} cannot be extracted: {kind.not_extracted}.",
                 f"One of: {kinds}.",
             )
         ]

@@ -24,15 +24,15 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import atomic_path, flush_file, flush_folder
 from lora_trainer.core.tensorfile import METADATA, hash_of_tensors, read_tensor_header, rewrite_tensors
+from lora_trainer.lora_format.low_rank import LayerRow
 from lora_trainer.lora_format.metadata import HASH
 from lora_trainer.lora_format.tensor_file import DTYPES
 from lora_trainer.lora_format.tools.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
 from lora_trainer.lora_format.tools.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, ToolResult, with_weight
-from lora_trainer.lora_format.tools.low_rank import LayerRow
 from lora_trainer.models.folder import files_of_part
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_format.weights import LayerUpdate
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
     from lora_trainer.models.places import Place
 
 OF_OTHER_TENSORS = ("sshs_model_hash", "sshs_legacy_hash", HASH)  # header entries that a changed tensor makes wrong

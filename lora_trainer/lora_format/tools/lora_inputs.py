@@ -18,16 +18,17 @@ from lora_trainer.core.findings import counted
 from lora_trainer.core.io import sha256_file
 from lora_trainer.lora_format.convert import Form, SourceFile
 from lora_trainer.lora_format.earlier import EARLIER
-from lora_trainer.lora_format.keys import DORA_OVER
+from lora_trainer.lora_format.kinds import KINDS, REWRITTEN
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.metadata import network_entries
 from lora_trainer.lora_format.reading import only_lora, some, values
 from lora_trainer.lora_format.tools.combining import Combined, cast_for_storage
-from lora_trainer.lora_format.updates import DecomposedUpdate, RowsUpdate
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, plain_pairs
+from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, plain_pairs
 from lora_trainer.models.lora_names import families_of, names_for, read_source, write_source, write_weights
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_format.tools.low_rank import LayerRow
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
+    from lora_trainer.lora_format.low_rank import LayerRow
 
 ORIGIN = "lora_trainer.origin"  # header: the command that made a file, and the files that it read
 MERGED_FROM, COMMENT = "modelspec.merged_from", "ss_training_comment"
@@ -38,8 +39,9 @@ PLAIN_LORA = "networks.lora"  # sd-scripts' modules of plain LoRAs begin so: `ne
 # Network arguments on ranks, alphas and the kind, which a tool changes, of sd-scripts, LyCORIS and this program.
 OF_OTHER_WEIGHTS = re.compile(
     r"(conv_|text_encoder_|conv_block_|block_)(dims?|alphas?)|algo|factor|decompose_both|use_tucker|use_cp|full_matrix"
-    r"|dora_wd|wd_on_output|alpha_folded|rank_stabilized|rs_lora|use_scalar"
+    r"|alpha_folded|rank_stabilized|rs_lora|use_scalar"
 )
+KIND_ARGUMENTS = {key for kind in KINDS.values() for key in kind.update.arguments}
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def write_result(combined: Combined, like: SourceFile, header: Mapping[str, str]
     writes nothing, for what the format cannot hold.
     """
     to = target.to or like.form
-    header = {key: value for key, value in header.items() if key not in (EARLIER, DORA_OVER)}
+    header = {key: value for key, value in header.items() if key != EARLIER and key not in REWRITTEN}
     weights = combined.weights
     names = names_for(target.named, weights, target.family, like.numbered)
     ready = cast_for_storage(
@@ -203,7 +205,7 @@ def write_changes(
 ) -> ToolResult:
     """Write changes of any kind as `write_result` writes a LoRA.
 
-    Of other kinds the rows keep their errors; those without one get that of rounding, a DoRA's that of what its magnitudes scale.
+    Of other kinds the rows keep their errors; those without one get that of rounding, with magnitudes that of what these scale.
     """
     if (pairs := plain_pairs(weights)) is not None:
         return write_result(Combined(pairs, tuple(layers), {}), like, header, target)
@@ -229,9 +231,8 @@ def write_changes(
 
 
 def rounding_error(update: LayerUpdate, dtype: torch.dtype) -> float:
-    """How far a change moves where it is stored in a type, as a share of it. 0 of an OFT, which is stored in fp32."""
-    while isinstance(update, DecomposedUpdate):
-        update = update.change
+    """How far a change moves where it is stored in a type, as a share of it. 0 of one that the base model's weight decides."""
+    update = update.without_weight()
     size = 0.0 if update.needs_weight else update.norm
     return float((update.rounded(dtype).delta() - update.delta().cpu()).norm()) / size if size else 0.0
 
@@ -257,7 +258,11 @@ def _network(header: Mapping[str, str]) -> dict[str, str]:
     entries = {MODULE: module if module.startswith(PLAIN_LORA) else PLAIN_LORA}
     try:
         arguments = json.loads(header.get(ARGUMENTS, "{}"))
-        kept = {key: each for key, each in arguments.items() if not OF_OTHER_WEIGHTS.fullmatch(key)}
+        kept = {
+            key: each
+            for key, each in arguments.items()
+            if not OF_OTHER_WEIGHTS.fullmatch(key) and key not in KIND_ARGUMENTS
+        }
     except (ValueError, AttributeError, RecursionError):  # another program's
         return entries
     return {**entries, ARGUMENTS: json.dumps(kept, sort_keys=True)} if ARGUMENTS in header else entries
@@ -265,16 +270,9 @@ def _network(header: Mapping[str, str]) -> dict[str, str]:
 
 def usual_dtype(weights: AdapterWeights) -> torch.dtype:
     """The type that most of a file's factors are stored in, fp32 for float64; fp16 where it has none."""
-    kinds = Counter(_dtype(update) for update in weights.modules.values()).most_common(1)
+    kinds = Counter(update.dtype for update in weights.modules.values()).most_common(1)
     dtype = kinds[0][0] if kinds else torch.float16
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _dtype(update: LayerUpdate) -> torch.dtype:
-    """The type of a change's own factors: magnitudes and alphas are in fp32 in any file."""
-    while isinstance(update, DecomposedUpdate | RowsUpdate):
-        update = update.change
-    return next(iter(update.parts().values())).dtype
 
 
 def with_comment(header: Mapping[str, str], text: str) -> dict[str, str]:

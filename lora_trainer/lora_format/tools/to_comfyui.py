@@ -1,4 +1,4 @@
-"""A DoRA file for ComfyUI, which divides by the norm of the base model's weight alone."""
+"""A file with magnitudes for ComfyUI, which divides by the norm of the base model's weight alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.lora_format.convert import OF_ONE_FORM, SourceFile
 from lora_trainer.lora_format.earlier import EARLIER
-from lora_trainer.lora_format.keys import DORA_OVER, OF_BASE
+from lora_trainer.lora_format.kinds import REWRITTEN
+from lora_trainer.lora_format.layer_updates import titles
 from lora_trainer.lora_format.lora_file import plain_forms, write_tensors
 from lora_trainer.lora_format.metadata import with_hashes
 from lora_trainer.lora_format.tools.base_layers import misfits_of, read_base
-from lora_trainer.lora_format.updates import DecomposedUpdate, titles
 from lora_trainer.lora_format.weights import AdapterWeights
 from lora_trainer.models.lora_names import names_for
 from lora_trainer.models.quantization.stored_forms import WeightReader
@@ -33,7 +33,7 @@ class ForComfyui:
 def to_comfyui(
     source: Path, file: SourceFile, target: Path, base: Path, header: Mapping[str, str], family: str | None = None
 ) -> ForComfyui:
-    """Write a DoRA by outputs with the magnitudes with which ComfyUI computes the same change, at every strength.
+    """Write changes with magnitudes of outputs so that ComfyUI computes the same change, at every strength.
 
     ComfyUI computes m (W + D) / |W|, LyCORIS and diffusers m (W + D) / |W + D| (arXiv:2402.09353, equation 5). So m |W| / |W + D| is
     stored, and the header says so: this program reads the file as it was meant. `base` is the base model, a checkpoint or a
@@ -41,11 +41,7 @@ def to_comfyui(
     the file does not fit.
     """
     weights = file.weights
-    named = {
-        name: update
-        for name, update in weights.modules.items()
-        if isinstance(update, DecomposedUpdate) and update.is_by_output and not update.of_base
-    }
+    named = {name: update for name, update in weights.modules.items() if update.in_comfyui is not update}
     if not named:
         kinds = titles(list(weights.modules.values()))
         message = f"{source.name} is {kinds}, without magnitudes of outputs that ComfyUI computes differently."
@@ -60,10 +56,10 @@ def to_comfyui(
             weight = reader.read(name, dtype=torch.float32).reshape(layers.shapes[name])
             modules[name] = update.for_comfyui(weight)
             change = update.delta(weight)
-            as_read = DecomposedUpdate(update.change, update.magnitude, of_base=True).delta(weight)
-            difference = max(difference, float((as_read - change).norm() / change.norm().clamp_min(1e-12)))
+            missed = (update.in_comfyui.delta(weight) - change).norm() / change.norm().clamp_min(1e-12)
+            difference = max(difference, float(missed))
     found = AdapterWeights(modules, weights.metadata, weights.embeddings, weights.family or layers.family)
     tensors = plain_forms(found, names_for(source, found, family, file.numbered))[0].tensors
     kept = {key: value for key, value in header.items() if key not in (*OF_ONE_FORM, EARLIER)}
-    write_tensors(target, tensors, with_hashes(tensors, {**kept, DORA_OVER: OF_BASE}))
+    write_tensors(target, tensors, with_hashes(tensors, {**kept, **REWRITTEN}))
     return ForComfyui(len(named), difference)

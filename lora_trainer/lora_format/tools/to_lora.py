@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.layer_updates import LayerUpdate, titles
+from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_format.reading import some
 from lora_trainer.lora_format.tools.base_layers import misfits_of, read_base
 from lora_trainer.lora_format.tools.combining import Combined, combine
-from lora_trainer.lora_format.tools.low_rank import LayerRow, RankLimits, factor
-from lora_trainer.lora_format.updates import WholeUpdate, titles
-from lora_trainer.lora_format.weights import AdapterWeights, LayerUpdate, LoraPair, LoraWeights, shapes_of
+from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, shapes_of
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_forms
 from lora_trainer.models.quantization.stored_forms import WeightReader
@@ -31,7 +32,7 @@ def to_lora(file: str, weights: AdapterWeights, rank: int, base: Path | None = N
     """The changes of a file (`file` in messages) as low-rank pairs of at most `rank`, each the best one in the Frobenius norm.
 
     A LoRA's own pairs are decomposed without forming their product, others by the whole change of their layer. `base` is
-    the base model, a checkpoint or a diffusers folder: DoRA and OFT change a weight that they do not hold, and its layers
+    the base model, a checkpoint or a diffusers folder: some kinds change a weight that they do not hold, and its layers
     are read one after the other. Raises UsageError where it is needed, and for one that the file does not fit.
     """
     if base is None:
@@ -90,7 +91,7 @@ def _published_shapes(weights: AdapterWeights) -> dict[str, tuple[int, ...]]:
 
 def _is_flat(update: LayerUpdate) -> bool:
     """Whether it may be of a linear layer or of a convolution."""
-    return not isinstance(update, LoraPair | WholeUpdate) and len(update.weight_shape) == 2
+    return not update.tells_kernel and len(update.weight_shape) == 2
 
 
 def _without_weights(file: str, weights: AdapterWeights) -> list[Problem]:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.cli.main import main
-from lora_trainer.lora_format.keys import DORA, KOHYA_UP
+from lora_trainer.lora_format.keys import KOHYA_UP
+from lora_trainer.lora_format.kinds.dora import SCALE
 from lora_trainer.lora_format.lora_file import write_lora
 from lora_trainer.models.lora_names import read_lora
 from tests.lora_format.tiny import facts, random_lora
@@ -29,7 +30,7 @@ def test_the_commands_of_the_page_run_in_their_order(
         write_lora(tmp_path, name, random_lora(pipeline.unet, rank=rank), facts(name=name))
     tensors = load_file(tmp_path / "cat.safetensors")
     ups = {key.removesuffix(KOHYA_UP): each for key, each in tensors.items() if key.endswith(KOHYA_UP)}
-    magnitudes = {f"{name}.{DORA}": torch.ones(len(up), *[1] * (up.ndim - 1)) for name, up in ups.items()}
+    magnitudes = {f"{name}.{SCALE}": torch.ones(len(up), *[1] * (up.ndim - 1)) for name, up in ups.items()}
     save_file(tensors | magnitudes, tmp_path / "dora.safetensors")
     monkeypatch.chdir(tmp_path)
     lines = [

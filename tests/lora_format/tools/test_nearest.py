@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.cli.main import main
-from lora_trainer.lora_format.tools.extraction import LORA, NEAREST, NOT_EXTRACTED
-from lora_trainer.lora_format.tools.low_rank import RankLimits, factor
-from lora_trainer.lora_format.tools.nearest import nearest_decomposed, nearest_kronecker
-from lora_trainer.lora_format.updates import DecomposedUpdate, KroneckerUpdate
-from lora_trainer.lora_format.weights import LayerUpdate, LoraPair, adaptable_modules
+from lora_trainer.lora_format.kinds import EXTRACTED, KINDS, LORA
+from lora_trainer.lora_format.kinds.dora import DecomposedUpdate, nearest_decomposed
+from lora_trainer.lora_format.kinds.lokr import KroneckerUpdate, nearest_kronecker
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.layer_updates import LayerUpdate
+from lora_trainer.lora_format.low_rank import RankLimits, factor
+from lora_trainer.lora_format.weights import adaptable_modules
 from lora_trainer.models.lora_names import read_adapter
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
@@ -100,8 +102,9 @@ def test_a_dora_of_rows_that_vanish_or_turn_around_fits_into_fp16(rows: str):
 
 
 def test_each_kind_is_extracted_or_refused_with_its_reason():
-    assert {LORA, *NEAREST} | NOT_EXTRACTED.keys() == ADAPTERS.keys()
-    assert not {LORA, *NEAREST} & NOT_EXTRACTED.keys()
+    refused = {name for name in ADAPTERS if KINDS[name].not_extracted}
+    assert {LORA, *EXTRACTED} | refused == ADAPTERS.keys()
+    assert not {LORA, *EXTRACTED} & refused
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
     return folder, weights, changes
 
 
-@pytest.mark.parametrize("kind", [LORA, *NEAREST])
+@pytest.mark.parametrize("kind", [LORA, *EXTRACTED])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_printed_errors_of_an_extracted_file_are_those_of_the_file(kind, dtype, models, tmp_path, capsys):
     folder, weights, changes = models

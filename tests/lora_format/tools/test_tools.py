@@ -18,8 +18,9 @@ from lora_trainer.cli.main import main
 from lora_trainer.core import tensorfile
 from lora_trainer.lora_format import lora_file
 from lora_trainer.lora_format.inspection import hashes_of
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.lora_file import FileLayout, write_lora
-from lora_trainer.lora_format.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_adapter_with_tokens, read_lora
 from tests.lora_format.tiny import facts

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.lora_format.weights import LoraPair
+from lora_trainer.lora_format.kinds.lora import LoraPair
 
 EXACT_SIDE = 384  # matrices up to this side, or of little more than the wanted rank, are decomposed exactly
 OVERSAMPLING, POWER_ITERATIONS = 24, 6  # of the randomized decomposition
