@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -162,48 +162,82 @@ def _kind(metadata: Mapping[str, str], weights: AdapterWeights) -> str:
     return f"{kind} and learned tokens" if weights.embeddings else kind
 
 
+@dataclass(frozen=True)
+class _FileNames:
+    """How a file names its layers: `by_diffusers` and `by_original` where that shows whose names a transformer's are."""
+
+    keys: Sequence[str]
+    form: str
+    by_diffusers: bool
+    by_original: bool
+    is_fused_by_diffusers: bool
+
+    def any_begins(self, *beginnings: str) -> bool:
+        return any(key.startswith(beginnings) for key in self.keys)
+
+    def any_has(self, *parts: str) -> bool:
+        return any(part in key for key in self.keys for part in parts)
+
+    @property
+    def is_foreign(self) -> bool:
+        return any(NESTED.match(key.removeprefix(PEFT)) or WITHOUT_DOT.search(key) for key in self.keys)
+
+    @property
+    def is_old(self) -> bool:
+        return self.form == "old"
+
+    @property
+    def is_old_by_layer(self) -> bool:
+        return self.is_old and any(key.startswith("unet.") and "_lora." not in key for key in self.keys)
+
+    @property
+    def is_peft(self) -> bool:
+        return all(key.startswith(PEFT) for key in self.keys)
+
+    @property
+    def is_kohya(self) -> bool:
+        return self.form in ("kohya", "lycoris") and all(key.startswith(("lora_", EMBEDDING)) for key in self.keys)
+
+
+ORIGINAL, DIFFUSERS = ("diffusion_model.", "text_encoders."), ("unet.", "transformer.", "text_encoder")
+FIRST_CODE = ("_input_blocks_", "_output_blocks_", "_middle_block_")
+HALVES = "{halves}"  # in words: that the tensors are named as kohya's
+# How the denoiser's keys are named, or those that there are: the first of these that is so.
+STYLES: tuple[tuple[Callable[[_FileNames], bool], str], ...] = (
+    (lambda names: names.is_foreign, "names of no known program"),
+    (lambda names: names.is_old and any(map(OF_XLABS.search, names.keys)), "XLabs"),
+    (lambda names: names.is_old and not names.any_begins("unet.", "text_encoder"), "old diffusers, no prefix"),
+    (lambda names: names.is_old_by_layer, "old diffusers, by layer"),
+    (lambda names: names.is_old, "old diffusers"),
+    (lambda names: names.is_fused_by_diffusers, "fused as diffusers fuses it"),
+    (lambda names: names.is_peft and names.by_original, f"peft, original names{HALVES}"),
+    (lambda names: names.is_peft, "peft"),
+    (lambda names: names.any_has(PEFT), "peft inside"),
+    (lambda names: names.any_begins(*ORIGINAL) and names.by_diffusers, f"original, diffusers' names{HALVES}"),
+    (lambda names: names.any_begins(*ORIGINAL), f"original{HALVES}"),
+    (lambda names: names.any_begins("model.diffusion_model."), "original, model first"),
+    (lambda names: names.any_begins(*DIFFUSERS) and names.by_original, f"diffusers, original names{HALVES}"),
+    (lambda names: names.any_begins(*DIFFUSERS), f"diffusers{HALVES}"),
+    (lambda names: names.any_begins("lora_transformer_"), "OneTrainer"),
+    (lambda names: names.any_begins("lycoris_"), "LyCORIS"),
+    *((lambda names, own=each: names.any_begins(f"{own.prefix}_"), each.style) for each in NETWORKS),
+    (lambda names: not names.is_kohya and names.by_original, "original, no prefix"),
+    (lambda names: not names.is_kohya, "no prefix"),
+    (lambda names: names.any_has(*FIRST_CODE), "kohya, first code"),
+    (lambda names: names.by_diffusers, "kohya, diffusers' names"),
+    (lambda names: True, "kohya"),
+)
+
+
 def _style(keys: Sequence[str], found: Collected) -> str:
     """How the denoiser's keys are named, or those that there are."""
-    if any(NESTED.match(key.removeprefix(PEFT)) or WITHOUT_DOT.search(key) for key in keys):
-        return "names of no known program"
-    if found.form == "old":
-        return _old_style(keys)
-    ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
     rules = [rule for place in found.names.values() for rule in place.rules]
+    ours = any(place.modules[0].startswith("transformer.") and not place.rules for place in found.names.values())
     theirs = not ours and any(rule.ours != rule.original for rule in rules)
-    if any(rule.original.endswith(".to_qkv") for rule in rules):
-        return "fused as diffusers fuses it"
-    if any(PEFT in key for key in keys):
-        outside = all(key.startswith(PEFT) for key in keys)
-        return f"peft, original names{_halves(found)}" if outside and theirs else "peft" if outside else "peft inside"
-    if any(key.startswith(("diffusion_model.", "text_encoders.")) for key in keys):
-        return f"original, diffusers' names{_halves(found)}" if ours else f"original{_halves(found)}"
-    if any(key.startswith("model.diffusion_model.") for key in keys):
-        return "original, model first"
-    if any(key.startswith(("unet.", "transformer.", "text_encoder")) for key in keys):
-        return f"diffusers, original names{_halves(found)}" if theirs else f"diffusers{_halves(found)}"
-    networks = [(f"{network.prefix}_", network.style) for network in NETWORKS]
-    for beginning, style in (("lora_transformer_", "OneTrainer"), ("lycoris_", "LyCORIS"), *networks):
-        if any(key.startswith(beginning) for key in keys):
-            return style
-    if found.form not in ("kohya", "lycoris") or not all(key.startswith(("lora_", EMBEDDING)) for key in keys):
-        return "original, no prefix" if theirs else "no prefix"
-    if any("_input_blocks_" in key or "_output_blocks_" in key or "_middle_block_" in key for key in keys):
-        return "kohya, first code"
-    return "kohya, diffusers' names" if ours else "kohya"
-
-
-def _old_style(keys: Sequence[str]) -> str:
-    if any(OF_XLABS.search(key) for key in keys):
-        return "XLabs"
-    if not any(key.startswith(("unet.", "text_encoder")) for key in keys):
-        return "old diffusers, no prefix"
-    layers = [key for key in keys if key.startswith("unet.")]
-    return "old diffusers, by layer" if any("_lora." not in key for key in layers) else "old diffusers"
-
-
-def _halves(found: Collected) -> str:
-    return ", kohya's halves" if found.form == "kohya" else ""
+    fused = any(rule.original.endswith(".to_qkv") for rule in rules)
+    names = _FileNames(keys, found.form, ours, theirs, fused)
+    style = next(words for holds, words in STYLES if holds(names))
+    return style.format(halves=", kohya's halves" if found.form == "kohya" else "")
 
 
 def _has_kernel(update: LayerUpdate) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lora_trainer.lora_format.kinds import KINDS, NETWORKS
 from lora_trainer.lora_format.layouts import Names, Rule, rules_of_original, rules_of_ours, split_numbers
@@ -169,36 +170,50 @@ def resolve(
     return found, family if sure else None
 
 
+class _Fit(NamedTuple):
+    """How well a family fits a file, from the most telling to the least."""
+
+    names: int  # that the family knows
+    header: int  # the length of its name in the header, 0 where it is not there: one may be the beginning of another's
+    has_texts: bool  # it has text encoders where the file has layers of them
+    has_sides: bool
+    weight: int  # of the names: the original's tell more than diffusers', which families share
+
+
 def _family_of(
     parsed: Collection[tuple[str, str]], families: Sequence[Names], hint: str, sides: Mapping[str, tuple[int, int]]
 ) -> tuple[Names | None, bool]:
-    """The family that knows the most names, and whether they are its own: others may know all of them as well, and
-    models that nobody here knows share diffusers' names, too."""
-    of_text = [component.startswith("text_encoder") for component, _ in parsed]
-    rests = [rest for (_, rest), text in zip(parsed, of_text, strict=True) if not text and not _is_unet(rest)]
-    known = [(family, [_match(rest, family) for rest in rests]) for family in families if family.layout]
+    """The family that fits best, and whether the names are surely its own: models that nobody here knows share diffusers' names."""
     header = _OTHER.sub("", hint)
-    # The longest name first: one may be the beginning of another's.
-    by_name = sorted(known, key=lambda each: len(each[0].family), reverse=True)
-    hinted = [each for each in by_name if _OTHER.sub("", each[0].family) in header]
-    most = max((len(matches) - matches.count(0) for _, matches in known), default=0)
-    if not most:  # of text encoders alone, the header decides
-        return next((family for family, _ in hinted if not rests), None), False
-    best = [each for each in known if len(each[1]) - each[1].count(0) == most]
-    for each in hinted:
-        if each in best:
-            return each[0], all(each[1]) or ORIGINAL in each[1]
-    readable = [each for each in best if not any(of_text) or "text_encoder" in each[0].prefixes] or best
-    fitting = [each for each in readable if _shaped(sides, each[0])] or readable
-    # The original's names tell more than diffusers', which families share.
-    heaviest = max(sum(matches) for _, matches in fitting)
-    fitting = [each for each in fitting if sum(each[1]) == heaviest]
-    there = {each[0].family for each in fitting}
-    fitting = [each for each in fitting if each[0].like not in there]
+    has_texts = any(component.startswith("text_encoder") for component, _ in parsed)
+    rests = [rest for component, rest in parsed if not component.startswith("text_encoder") and not _is_unet(rest)]
+    fits = list[tuple[_Fit, Names]]()
+    for family in families:
+        if family.layout:
+            matches = [_match(rest, family) for rest in rests]
+            title = _OTHER.sub("", family.family)
+            fit = _Fit(
+                names=len(matches) - matches.count(0),
+                header=len(title) if title in header else 0,
+                has_texts=not has_texts or "text_encoder" in family.prefixes,
+                has_sides=_has_sides(sides, family),
+                weight=sum(matches),
+            )
+            fits.append((fit, family))
+    if not fits:
+        return None, False
+    best = max(fit for fit, _ in fits)
+    tied = [family for fit, family in fits if fit == best]
+    if not best.names:  # of text encoders alone, the header decides
+        return tied[0] if best.header and not rests else None, False
+    is_own = best.names == len(rests) or best.weight > best.names
+    if best.header:
+        return tied[0], is_own
+    there = {family.family for family in tied}
+    tied = [family for family in tied if family.like not in there]
     # Models that nobody here knows share these names: only the shapes of a published model make one sure.
-    published = [each for each in fitting if is_published(sides, each[0])]
-    family, matches = (published or fitting)[0]
-    return family, len(published) == 1 and (all(matches) or ORIGINAL in matches)
+    published = [family for family in tied if is_published(sides, family)]
+    return (published or tied)[0], len(published) == 1 and is_own
 
 
 def is_published(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
@@ -221,7 +236,7 @@ def is_published(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
     return False
 
 
-def _shaped(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
+def _has_sides(sides: Mapping[str, tuple[int, int]], family: Names) -> bool:
     """Whether the layers have the shapes of the family's: where its table says how many rows there are to a column."""
     for rest, (rows, columns) in sides.items():
         found = rules_of_original(family.layout, rest)
