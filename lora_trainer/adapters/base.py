@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.core.errors import Problem
     from lora_trainer.lora_format.layer_updates import LayerUpdate
-    from lora_trainer.lora_format.lora_file import FileForms
+    from lora_trainer.lora_format.writing import FileForms
 
 T = TypeVar("T")
 AS_USUAL = "default"  # of `initialization`

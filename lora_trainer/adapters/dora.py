@@ -19,8 +19,8 @@ from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
 from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layer_updates import TINY, LayerUpdate, to_lora
-from lora_trainer.lora_format.lora_file import plain_forms
 from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 from lora_trainer.models.quantization.store import wide_weight
 
 if TYPE_CHECKING:

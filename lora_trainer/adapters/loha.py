@@ -24,8 +24,8 @@ from lora_trainer.adapters.injection import (
     unlike,
 )
 from lora_trainer.lora_format.kinds.loha import HadamardUpdate
-from lora_trainer.lora_format.lora_file import plain_forms
 from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 
 if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, inject, patterns, put, too_high
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import lora_forms
 from lora_trainer.lora_format.weights import module_name, weights_from_peft
+from lora_trainer.lora_format.writing import lora_forms
 from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
 
 if TYPE_CHECKING:

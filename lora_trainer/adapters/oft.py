@@ -19,8 +19,8 @@ from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, by_module, put, trained, unlike
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.lora_format.kinds.oft import RotationUpdate, bounded, rotated, rotation
-from lora_trainer.lora_format.lora_file import plain_forms
 from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ def _contradictions(
 def _weights(texts: list[str] | None, decay: float | None, count: int, problems: list[Problem]) -> list[float]:
     """The weight of each file, which sum to 1. Adds problems."""
     if decay is not None:
-        from lora_trainer.lora_format.tools.averaging import ema_weights
+        from lora_trainer.lora_format.tools.combining import ema_weights
 
         return ema_weights(count, decay)
     found = weights_of(texts, count, problems)
@@ -155,7 +155,7 @@ def _run(
 ) -> int:
     from lora_trainer.core.errors import gathering
     from lora_trainer.lora_format.metadata import EMA_DECAY, SWA_START
-    from lora_trainer.lora_format.tools.averaging import ema_weights, parse_steps
+    from lora_trainer.lora_format.tools.combining import ema_weights, parse_steps
     from lora_trainer.lora_format.tools.lora_inputs import origin_of, write_changes
     from lora_trainer.run.average_run import average_run
 

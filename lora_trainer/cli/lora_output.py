@@ -133,7 +133,7 @@ def output_of(arguments: argparse.Namespace, problems: list[Problem]) -> Path:
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:
     """Why a LoRA or a checkpoint cannot be written there."""
-    from lora_trainer.lora_format.lora_file import learned_tokens_beside
+    from lora_trainer.lora_format.reading import learned_tokens_beside
 
     if path.suffix != ".safetensors" or path.is_dir():
         return [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,18 +17,11 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.lora_format import diffusers as diffusers_form
 from lora_trainer.lora_format import kohya as kohya_form
-from lora_trainer.lora_format.earlier import EARLIER, Earlier, earlier_of, remembered, restored
 from lora_trainer.lora_format.keys import KOHYA_ALPHA, T5, of_language_model
 from lora_trainer.lora_format.kinds.lora import LoraPair, product_norm
-from lora_trainer.lora_format.lora_file import (
-    TensorsAndHeader,
-    learned_token_files,
-    learned_tokens_beside,
-    plain_forms,
-    write_together,
-)
 from lora_trainer.lora_format.metadata import HASH, with_hashes
-from lora_trainer.lora_format.reading import only_lora, some, values, weights_of
+from lora_trainer.lora_format.reading import learned_tokens_beside, only_lora, some, values, weights_of
+from lora_trainer.lora_format.writing import TensorsAndHeader, learned_token_files, plain_forms, write_together
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.layer_updates import LayerUpdate
@@ -37,6 +32,10 @@ Form = Literal["kohya", "diffusers"]
 # The largest difference of a module's update, as a share of it, that rounding to each type may make.
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20, torch.float64: 2.0**-40}
 DENOISERS = ("unet.", "transformer.")
+# A header entry of converted files with their earlier form and alphas, so that converting back gives the same tensors: a power of
+# two moves between alpha and a tensor without rounding, but the tensors do not show that it did.
+EARLIER = "lora_trainer.earlier"
+FLOAT32 = 1e-6  # relative: kohya's form stores alpha as float32
 OF_ONE_FORM = (
     "format",
     diffusers_form.ADAPTER_METADATA_KEY,
@@ -250,16 +249,15 @@ def _to_diffusers(
 
 
 def _folded_exactly(pair: LoraPair) -> LoraPair:
-    scale = pair.scale
-    if scale == 1.0 or scale <= 0.0 or math.frexp(scale)[0] != 0.5:
-        return pair
-    for half in ("up", "down"):  # where one would leave the range of its type, the other may not
-        tensor = pair.up if half == "up" else pair.down
-        folded = tensor * scale
-        if folded.isfinite().all() and torch.equal(folded / scale, tensor):
-            up, down = (folded, pair.down) if half == "up" else (pair.up, folded)
-            return LoraPair(down, up, float(pair.rank))
-    return pair
+    """With alpha = rank, where that rounds nothing."""
+    rank, scale = float(pair.rank), pair.scale
+    folded = pair.with_alpha(rank)
+    if folded.alpha != rank and scale > 0.0 and math.frexp(scale)[0] == 0.5:
+        # Where up would leave the range of its type, down may not.
+        down = pair.down * scale
+        if torch.equal(down / scale, pair.down):
+            return LoraPair(down, pair.up, rank)
+    return folded
 
 
 def _difference(source: LoraWeights, again: LoraWeights, to: Form) -> float:
@@ -297,3 +295,50 @@ def relative_difference(one: LoraPair, other: LoraPair) -> float:
 def size_of_update(update: LayerUpdate) -> float:
     """The Frobenius norm of a change; NaN where it is not finite."""
     return update.norm if update.finite else math.nan
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """`alpha` counts for modules that `alphas` does not name. `numbered`: the text encoders' names had numbers."""
+
+    form: str
+    alpha: float
+    alphas: Mapping[str, float]
+    numbered: bool
+
+    @property
+    def entry(self) -> dict[str, str]:
+        document = {"form": self.form, "alpha": self.alpha, "alphas": dict(self.alphas), "numbered": self.numbered}
+        return {EARLIER: json.dumps(document, sort_keys=True)}
+
+
+def earlier_of(metadata: Mapping[str, str]) -> Earlier | None:
+    """The entry of a header; None where there is none that can be read."""
+    try:
+        document = json.loads(metadata.get(EARLIER) or "null")
+        alphas = {str(name): float(alpha) for name, alpha in document["alphas"].items()}
+        found = Earlier(str(document["form"]), float(document["alpha"]), alphas, document["numbered"] is True)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return found if all(0 < alpha < math.inf for alpha in (found.alpha, *alphas.values())) else None
+
+
+def remembered(weights: LoraWeights, form: str, numbered: bool) -> dict[str, str]:
+    """The header's entry on weights that are about to leave `form`; none where alpha is each module's rank."""
+    pairs = weights.modules
+    alphas = Counter(pair.alpha for pair in pairs.values())
+    plain = len(alphas) == 1 and all(pair.alpha == pair.rank for pair in pairs.values())
+    if (plain and not numbered) or not pairs or any(not 0 < alpha < math.inf for alpha in alphas):
+        return {}
+    usual = alphas.most_common(1)[0][0]
+    others = {name: pair.alpha for name, pair in pairs.items() if pair.alpha != usual}
+    return Earlier(form, usual, others, numbered).entry
+
+
+def restored(weights: LoraWeights, earlier: Earlier) -> LoraWeights:
+    """The same changes with the alphas that they had before, where that moves no more than a power of two."""
+    modules = {
+        name: pair.with_alpha(earlier.alphas.get(name, earlier.alpha), FLOAT32)
+        for name, pair in weights.modules.items()
+    }
+    return replace(weights, modules=modules)

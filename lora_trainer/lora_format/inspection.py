@@ -22,8 +22,16 @@ from lora_trainer.lora_format.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.lora_format.keys import EMBEDDING, NUMBERED, PEFT, read_key
 from lora_trainer.lora_format.kinds import KINDS, NETWORKS
 from lora_trainer.lora_format.layer_updates import titles
-from lora_trainer.lora_format.lora_file import beside, open_tensors, refuse_reaching
-from lora_trainer.lora_format.reading import Collected, collect, method_of, some, values
+from lora_trainer.lora_format.reading import (
+    Collected,
+    beside,
+    collect,
+    method_of,
+    open_tensors,
+    refuse_reaching,
+    some,
+    values,
+)
 from lora_trainer.lora_format.tensor_file import DTYPES
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ A transformer's modules have the names of the original code, where one layer may
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,10 @@ from lora_trainer.lora_format.keys import (
     kohya_name,
     resolve,
 )
-from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layouts import Names, Rule, rule_of
 
 if TYPE_CHECKING:
+    from lora_trainer.lora_format.kinds.lora import LoraPair
     from lora_trainer.lora_format.weights import LoraWeights
 
 FUSED_RANKS = "lora_trainer.fused"  # header: ranks of the parts of fused layers whose tensors do not show them
@@ -104,15 +103,8 @@ def one_alpha(weights: LoraWeights, names: Names) -> LoraWeights:
     for name, pair in weights.modules.items():
         component = name.partition(".")[0]
         least[component] = min(pair.alpha, least.get(component, pair.alpha))
-    modules = {name: _with_alpha(pair, least[name.partition(".")[0]]) for name, pair in weights.modules.items()}
+    modules = {name: pair.with_alpha(least[name.partition(".")[0]]) for name, pair in weights.modules.items()}
     return replace(weights, modules=modules)
-
-
-def _with_alpha(pair: LoraPair, alpha: float) -> LoraPair:
-    factor = pair.alpha / alpha if alpha > 0 else 0.0
-    if factor > 0 and math.frexp(factor)[0] == 0.5 and torch.equal(pair.up * factor / factor, pair.up):
-        return LoraPair(pair.down, pair.up * factor, alpha)
-    return pair
 
 
 def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:

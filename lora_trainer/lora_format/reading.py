@@ -1,28 +1,34 @@
-"""Read the tensors of a LoRA file of any program as weights by diffusers' names, or refuse them.
+"""Read a LoRA file of any program as weights by diffusers' names, or refuse it with every problem named.
 
 Exact where the file holds one of the `kinds`; every other method is named.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
+from lora_trainer.core.tensorfile import is_pickle, read_tensor_header
 from lora_trainer.lora_format import diffusers as diffusers_form
 from lora_trainer.lora_format.fused import divide
 from lora_trainer.lora_format.keys import (
     COMPONENT_OF_PREFIX,
     EMBEDDING,
     HINTS,
+    PEFT,
     Found,
     Key,
     read_key,
@@ -37,6 +43,9 @@ from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, plain_
 if TYPE_CHECKING:
     from lora_trainer.lora_format.layouts import Names
 
+ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
+MOST_CONFIG_BYTES = 1 << 20
+PEFT_CONFIG = "adapter_config.json"  # peft's config beside its file, the only place of alpha
 SHOWN = 3  # names listed in one message
 CHANGES_OF_NORMS = "LoRA with changes of norms"
 # Methods that are not read: by a part of a key, and by its end.
@@ -199,7 +208,8 @@ def collect(
     plain = {name: parts for name, parts in halves.items() if name in found and name not in updates}
     pairs = _pairs(file, plain, problems)
     alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
-    pairs = {name: _with_alpha(pair, halves[name], alphas.get(name)) for name, pair in pairs.items()}
+    alphas |= {name: float(plain[name]["alpha"].float().flatten()[0]) for name in pairs if "alpha" in plain[name]}
+    pairs = {name: replace(pair, alpha=alphas.get(name, pair.alpha)) for name, pair in pairs.items()}
     changes: dict[str, LayerUpdate] = {**pairs}
     changes |= {name: each for name, each in updates.items() if name in found and each is not None}
     changes = _with_what_lies_beside(file, changes, halves, metadata, problems)
@@ -387,12 +397,6 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in NARROW else tensor
 
 
-def _with_alpha(pair: LoraPair, parts: Mapping[str, Tensor], alpha: float | None) -> LoraPair:
-    if "alpha" in parts:
-        return LoraPair(pair.down, pair.up, float(parts["alpha"].float().reshape(-1)[0]))
-    return pair if alpha is None else LoraPair(pair.down, pair.up, alpha)
-
-
 def _header_alphas(
     file: str,
     metadata: Mapping[str, str],
@@ -442,3 +446,109 @@ def _modules(
         message = f"{file} names {counted(len(twice), 'module')} twice, by two names ({some(sorted(twice))})."
         problems.append(Problem("lora_module_twice", message, "Programs take one of them: export it again."))
     return modules
+
+
+def read_adapter(path: Path, families: Sequence[Names] = ()) -> AdapterWeights:
+    """Read an adapter file of any readable kind and program, its format detected from its keys; `families` are those whose
+    names are known.
+
+    NaN is kept (`AdapterWeights.not_finite` names it). Raises UsageError, with all
+    problems at once, for a missing file, pickle, damage, half a pair, a wrong shape, an
+    unknown key, a mixture of forms, or another method.
+    """
+    tensors, metadata = open_tensors(path)
+    refuse_reaching(path, metadata, tensors)
+    return weights_of(path.name, tensors, metadata, families, beside(path, tensors))
+
+
+def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
+    """The same of a plain LoRA. Raises UsageError for other kinds too."""
+    return only_lora(path.name, read_adapter(path, families))
+
+
+def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """peft's own config beside a file in its form; None for other files. Raises UsageError."""
+    config = path.with_name(PEFT_CONFIG)
+    if not any(key.startswith(PEFT) for key in tensors) or not config.is_file():
+        return None
+    try:
+        document = read_json_object(config, MOST_CONFIG_BYTES)
+    except (TextError, OSError) as error:
+        raise UsageError(
+            Problem("config_unreadable", f"{config} cannot be read: {error}.", "Copy it again, or remove it.")
+        ) from None
+    if reaching := diffusers_form.reaching_further(document, layers_of(tensors)):
+        raise _refused(config, f"asks for more than the file's own weights ({some(reaching)}).", "Export a plain LoRA.")
+    return document
+
+
+def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
+        raise UsageError(
+            Problem("path_is_folder", f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}.")
+        )
+    if not path.exists():
+        raise UsageError(Problem("file_missing", f"There is no LoRA file {path}.", "Check the path."))
+    if not path.is_file():  # opening a pipe would wait forever
+        raise _refused(path, "is not a regular file.", "Name a .safetensors file.")
+    with open(path, "rb") as file:
+        pickled = is_pickle(file.read(8))
+    if pickled or path.suffix.lower() in {".pt", ".ckpt", ".pth", ".bin"}:
+        fix = "Pickle can run code when it is read, so it never is: get the file as .safetensors."
+        raise _refused(path, "is a pickle file.", fix)
+    if path.suffix.lower() != ".safetensors":
+        # diffusers would try to read such a file as a pickle, whatever it holds.
+        raise _refused(path, "does not end in .safetensors.", "Name a .safetensors file.")
+    read_tensor_header(path)  # raises a clear error for damage, before a library reads it
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = dict(opened.metadata() or {})
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError) as error:
+        size = path.stat().st_size
+        fix = f"It is truncated or no safetensors file ({error}): copy or download it again."
+        raise _refused(path, f"cannot be read ({size} bytes).", fix) from None
+    return tensors, metadata
+
+
+def layers_of(keys: Iterable[str]) -> list[str]:
+    """The names of the layers that keys are of."""
+    return list({read.name for key in keys if (read := read_key(key)) is not None})
+
+
+def refuse_reaching(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> None:
+    key = diffusers_form.ADAPTER_METADATA_KEY
+    try:
+        reaching = diffusers_form.reaching_further(diffusers_form.config_in(metadata), layers_of(keys))
+    except (ValueError, TypeError):
+        raise _refused(path, f"has a header entry {key} that cannot be read.", "Export it again.") from None
+    if reaching:
+        fix = (
+            "Programs would read other files, run code, search without end or change the base model by it: "
+            "export it again as a plain LoRA."
+        )
+        raise _refused(path, f"asks in {key} for more than its own weights ({some(reaching)}).", fix)
+
+
+def _refused(path: Path, message: str, fix: str) -> UsageError:
+    return UsageError(Problem("file_unreadable", f"{path.name} {message}", fix))
+
+
+def learned_tokens_beside(path: Path) -> list[Path]:
+    """The files that are read as a LoRA's learned tokens: those of its name, else those of its name without `.diffusers`."""
+    for stem in (path.stem, path.stem.removesuffix(".diffusers")):
+        if found := sorted(path.parent.glob(f"{glob.escape(stem)}.embedding-*.safetensors")):
+            return found
+    return []
+
+
+def read_learned_tokens(path: Path) -> dict[str, Tensor]:
+    """The learned tokens beside a LoRA in diffusers' form, as written by `write_learned_tokens`. Raises UsageError."""
+    found: dict[str, Tensor] = {}
+    for file in learned_tokens_beside(path):
+        tensors, metadata = open_tensors(file)
+        token = metadata.get("name", file.stem.partition(".embedding-")[2])
+        for slot, tensor in tensors.items():
+            found[f"{token}.{ONE_ENCODER_SLOT if slot == 'emb_params' else slot}"] = tensor
+    return found

@@ -46,9 +46,9 @@ def read_adapter(path: Path) -> AdapterWeights:
 
     Raises UsageError for other files.
     """
-    from lora_trainer.lora_format import lora_file
+    from lora_trainer.lora_format import reading
 
-    return with_family(lora_file.read_adapter(path, all_names()))
+    return with_family(reading.read_adapter(path, all_names()))
 
 
 def read_lora(path: Path) -> LoraWeights:
@@ -60,7 +60,7 @@ def read_lora(path: Path) -> LoraWeights:
 
 def read_adapter_with_tokens(path: Path) -> AdapterWeights:
     """The same, with the learned tokens that lie beside a file which has none itself, as one in diffusers' form."""
-    from lora_trainer.lora_format.lora_file import read_learned_tokens
+    from lora_trainer.lora_format.reading import read_learned_tokens
 
     weights = read_adapter(path)
     return weights if weights.embeddings else replace(weights, embeddings=read_learned_tokens(path))
@@ -94,8 +94,7 @@ def convert_lora(
 def read_source(path: Path, *, beside: bool = True) -> SourceFile:
     """A file of any readable kind with the form that it is in, and the learned tokens that lie `beside` it. Raises UsageError."""
     from lora_trainer.core.tensorfile import read_tensor_header
-    from lora_trainer.lora_format.convert import SourceFile
-    from lora_trainer.lora_format.earlier import earlier_of
+    from lora_trainer.lora_format.convert import SourceFile, earlier_of
 
     weights = read_adapter_with_tokens(path) if beside else read_adapter(path)
     keys = list(read_tensor_header(path))

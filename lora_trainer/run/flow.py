@@ -36,7 +36,7 @@ from lora_trainer.evaluation.validation_loss import (
     validation_losses,
 )
 from lora_trainer.evaluation.verdict import SCALES, VerdictPart
-from lora_trainer.lora_format.lora_file import write_learned_tokens
+from lora_trainer.lora_format.writing import write_learned_tokens
 from lora_trainer.memory_plan.profiles import Sizes
 from lora_trainer.models.memory.block_swap import move_to_device
 from lora_trainer.monitor.events import Event

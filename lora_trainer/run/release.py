@@ -22,9 +22,9 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.placing import with_less
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.metadata import FlowFacts, TrainingFacts
 from lora_trainer.lora_format.weights import AdapterWeights
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.base_loras import loras_line
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device

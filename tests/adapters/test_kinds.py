@@ -17,8 +17,9 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import at_strength, without_lora
 from lora_trainer.evaluation.weight_changes import change_weights
 from lora_trainer.lora_format.keys import ONE_TEXT_ENCODER
-from lora_trainer.lora_format.lora_file import FileLayout, read_adapter, write_lora
+from lora_trainer.lora_format.reading import read_adapter
 from lora_trainer.lora_format.weights import AdapterWeights, shapes_of
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.quantization.store import make_quantizer, store_layers, wide_weight
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.optim.random_updates import make_bf16_step

@@ -24,8 +24,8 @@ from lora_trainer.evaluation.sample_rates import Unrelated
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import write_lora
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from tests.lora_format.tiny import facts, random_lora

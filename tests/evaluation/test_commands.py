@@ -26,8 +26,8 @@ from lora_trainer.evaluation.sample_rates import BY_SAMPLES
 from lora_trainer.evaluation.verdict import SCALES
 from lora_trainer.lora_format.keys import OWN_VERSION
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import write_learned_tokens, write_lora
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_learned_tokens, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.run import encoding

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from lora_trainer.cli.main import main
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from tests.lora_format.tiny import facts, random_lora, tiny_pipeline

@@ -22,7 +22,7 @@ from lora_trainer.evaluation.placing import bring_pipeline, bytes_of, keep, with
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.sample import Where, compare, draw
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.lora_format.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders

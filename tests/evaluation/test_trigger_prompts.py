@@ -12,7 +12,7 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.trigger_prompts import MOST_COMPARED, SCENES, trigger_prompts
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.lora_format.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from tests.lora_format.tiny import facts, random_lora
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.lora_format.keys import DORA, KOHYA_UP
-from lora_trainer.lora_format.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from tests.faults.disk import Mode, unavailable
 from tests.faults.ground import Ended, Forks
 from tests.faults.test_disk import FAULTS, KINDS

@@ -23,8 +23,8 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.lora_format.keys import resolve
 from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.weights import AdapterWeights, adaptable_modules, shapes_of
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_clients import clients

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from lora_trainer.lora_format.fused import join, ranks_for_header, split
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layouts import fused
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
 from tests.lora_format.tiny import facts

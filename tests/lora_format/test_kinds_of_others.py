@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lora_trainer.core.errors import UsageError
 from lora_trainer.lora_format.kinds.lokr import KroneckerUpdate
 from lora_trainer.lora_format.layouts import Names, fused
-from lora_trainer.lora_format.lora_file import read_adapter
+from lora_trainer.lora_format.reading import read_adapter
 
 lycoris = pytest.importorskip("lycoris", reason="the dev extra has it")
 from lycoris.modules.locon import LoConModule  # noqa: E402

@@ -21,9 +21,10 @@ from torch import Tensor
 from lora_trainer.core.errors import TrainingFailed, UsageError
 from lora_trainer.lora_format.inspection import inspect
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import FileLayout, read_lora, write_lora
 from lora_trainer.lora_format.metadata import FlowFacts, header
+from lora_trainer.lora_format.reading import read_lora
 from lora_trainer.lora_format.weights import LoraWeights, check_keys, folded, shapes_of, weights_from_peft
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from tests.lora_format.tiny import facts, random_lora, tiny_pipeline
 
 

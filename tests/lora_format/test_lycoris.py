@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
-from lora_trainer.lora_format.lora_file import FileLayout, read_adapter, write_lora
+from lora_trainer.lora_format.reading import read_adapter
 from lora_trainer.lora_format.weights import AdapterWeights, shapes_of
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
 from tests.lora_format.tiny import facts, tiny_pipeline, tiny_transformer

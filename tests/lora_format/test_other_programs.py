@@ -16,9 +16,9 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.lora_format.convert import relative_difference
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layouts import rule_of
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.metadata import TrainingFacts
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 from tests.lora_format.tiny import facts

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import UsageError
-from lora_trainer.lora_format.lora_file import read_adapter
+from lora_trainer.lora_format.reading import read_adapter
 
 GOLDEN = load_file(Path(__file__).with_name("sd_scripts.safetensors"))
 CASES = sorted({key.partition("/")[0] for key in GOLDEN})

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.evaluation.loading import load_onto
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.weights import LoraWeights, shapes_of
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import convert_lora, names_of, read_lora
 from tests.lora_format.test_other_programs import HALF, ONE, kohya_keys

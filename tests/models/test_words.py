@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import TextualInversionSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.lora_format.lora_file import write_learned_tokens
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_learned_tokens
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PLAIN, TextParts

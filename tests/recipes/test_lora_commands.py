@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import write_lora
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from tests.lora_format.tiny import facts

@@ -39,6 +39,18 @@ class LoraPair(LayerUpdate):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> LoraPair:
         return LoraPair(tensors[DOWN], tensors[UP], self.alpha)
 
+    def with_alpha(self, alpha: float, tolerance: float = 0.0) -> LoraPair:
+        """The same change with this alpha, where a power of two in `up` makes it so bit for bit; else the pair as it is."""
+        import torch
+
+        ratio = self.alpha / alpha if alpha > 0 else 0.0
+        if not 0.0 < ratio < math.inf:
+            return self
+        factor = 2.0 ** round(math.log2(ratio))
+        up = self.up * factor
+        is_exact = abs(ratio / factor - 1) <= tolerance and torch.equal(up / factor, self.up)
+        return LoraPair(self.down, up, alpha) if is_exact else self
+
     @property
     def rank(self) -> int:
         return self.down.shape[0]

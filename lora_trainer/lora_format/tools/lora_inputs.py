@@ -16,8 +16,7 @@ import torch
 from lora_trainer.core.errors import Problem, UsageError, gathering
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import sha256_file
-from lora_trainer.lora_format.convert import Form, SourceFile
-from lora_trainer.lora_format.earlier import EARLIER
+from lora_trainer.lora_format.convert import EARLIER, Form, SourceFile
 from lora_trainer.lora_format.kinds import KINDS, REWRITTEN
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.metadata import network_entries

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.lora_format.convert import OF_ONE_FORM, SourceFile
-from lora_trainer.lora_format.earlier import EARLIER
+from lora_trainer.lora_format.convert import EARLIER, OF_ONE_FORM, SourceFile
 from lora_trainer.lora_format.kinds import REWRITTEN
 from lora_trainer.lora_format.layer_updates import titles
-from lora_trainer.lora_format.lora_file import plain_forms, write_tensors
 from lora_trainer.lora_format.metadata import with_hashes
 from lora_trainer.lora_format.tools.base_layers import misfits_of, read_base
 from lora_trainer.lora_format.weights import AdapterWeights
+from lora_trainer.lora_format.writing import plain_forms, write_tensors
 from lora_trainer.models.lora_names import names_for
 from lora_trainer.models.quantization.stored_forms import WeightReader
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.cli.main import main
 from lora_trainer.lora_format.keys import KOHYA_UP
 from lora_trainer.lora_format.kinds.dora import SCALE
-from lora_trainer.lora_format.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.lora_names import read_lora
 from tests.lora_format.tiny import facts, random_lora
 from tests.models.single.originals import unet_checkpoint, write

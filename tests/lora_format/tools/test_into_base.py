@@ -17,8 +17,8 @@ from torch import Tensor
 from lora_trainer.cli.main import main
 from lora_trainer.core.tensorfile import hash_of_tensors
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.weights import LoraWeights, shapes_of
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
 from tests.lora_format.tiny import facts

@@ -17,8 +17,7 @@ from lora_trainer.lora_format.kinds.full import RowsUpdate, WholeUpdate
 from lora_trainer.lora_format.kinds.lokr import KroneckerUpdate
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.low_rank import EXACT_SIDE, RankLimits, factor, principal, sharing
-from lora_trainer.lora_format.tools.averaging import ema_weights
-from lora_trainer.lora_format.tools.combining import average_of_parameters, cast_for_storage, combine
+from lora_trainer.lora_format.tools.combining import average_of_parameters, cast_for_storage, combine, ema_weights
 from lora_trainer.lora_format.tools.to_lora import to_lora
 from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights
 

@@ -14,8 +14,8 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.cli.main import main
 from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.weights import AdapterWeights, adaptable_modules
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_adapter
 from tests.lora_format.tiny import facts

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.cli.main import main
 from lora_trainer.core import tensorfile
-from lora_trainer.lora_format import lora_file
+from lora_trainer.lora_format import writing
 from lora_trainer.lora_format.inspection import hashes_of
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.lora_file import FileLayout, write_lora
 from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_adapter_with_tokens, read_lora
 from tests.lora_format.tiny import facts
@@ -306,7 +306,7 @@ def test_what_fails_to_be_written_leaves_the_old_lora_and_its_learned_tokens(bro
         lora_with_token(folder, "zobo", value)
     command = ["resize", "--rank", "1", "--to", "diffusers", "--output", str(out), "--overwrite"]
     assert main([*command, str(old / "zobo.safetensors")]) == 0, capsys.readouterr().err
-    before, true = contents(out.parent), lora_file.save_file
+    before, true = contents(out.parent), writing.save_file
     assert set(before) == {"out.safetensors", "out.embedding-zobo.safetensors"}
 
     def full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -314,7 +314,7 @@ def test_what_fails_to_be_written_leaves_the_old_lora_and_its_learned_tokens(bro
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         true(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(lora_file, "save_file", full)
+    monkeypatch.setattr(writing, "save_file", full)
     assert main([*command, str(new / "zobo.safetensors")]) == 2
     assert "No space left" in capsys.readouterr().err
     assert contents(out.parent) == before
@@ -579,12 +579,12 @@ def test_a_disk_that_cannot_hold_the_base_is_named_before_writing(tmp_path, bad_
 
 
 def test_a_file_that_reads_back_differently_is_refused(tmp_path, bad_inputs, capsys, monkeypatch):
-    true = lora_file.load_file
+    true = writing.load_file
 
     def damaged(path: Path) -> dict[str, torch.Tensor]:
         return {key: each + 1 for key, each in true(path).items()}
 
-    monkeypatch.setattr(lora_file, "load_file", damaged)
+    monkeypatch.setattr(writing, "load_file", damaged)
     out = tmp_path / "out.safetensors"
     assert main(["resize", str(bad_inputs / "sd15.safetensors"), "--rank", "2", "--output", str(out)]) == 2
     assert "reads back differently" in " ".join(capsys.readouterr().err.split())

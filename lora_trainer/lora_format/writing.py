@@ -1,41 +1,35 @@
-"""LoRA files: written whole and verified, read with every problem named."""
+"""LoRA files, written whole and verified."""
 
 from __future__ import annotations
 
 import errno
-import glob
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.core.bounded import TextError, read_json_object
 from lora_trainer.core.disk import refusal
-from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
+from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.core.io import atomic_path
-from lora_trainer.core.tensorfile import is_pickle, read_tensor_header
 from lora_trainer.lora_format import diffusers as diffusers_form
 from lora_trainer.lora_format import kohya as kohya_form
-from lora_trainer.lora_format.keys import EMBEDDING, ONE_TEXT_ENCODER, PEFT, read_key
+from lora_trainer.lora_format.keys import EMBEDDING, ONE_TEXT_ENCODER
 from lora_trainer.lora_format.layouts import Names, rule_of
 from lora_trainer.lora_format.metadata import TrainingFacts, header, with_hashes
-from lora_trainer.lora_format.reading import only_lora, some, weights_of
+from lora_trainer.lora_format.reading import ONE_ENCODER_SLOT
 from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, check_keys, folded
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.kinds.lora import LoraPair
 
-ONE_ENCODER_SLOT = "string_to_param.*"  # a token's name inside a file, of one text encoder
-MOST_CONFIG_BYTES = 1 << 20
 TensorsAndHeader = tuple[Mapping[str, Tensor], Mapping[str, str]]
-PEFT_CONFIG = "adapter_config.json"  # peft's config beside its file, the only place of alpha
 
 
 @dataclass(frozen=True)
@@ -150,25 +144,6 @@ def learned_token_files(
     return files
 
 
-def learned_tokens_beside(path: Path) -> list[Path]:
-    """The files that are read as a LoRA's learned tokens: those of its name, else those of its name without `.diffusers`."""
-    for stem in (path.stem, path.stem.removesuffix(".diffusers")):
-        if found := sorted(path.parent.glob(f"{glob.escape(stem)}.embedding-*.safetensors")):
-            return found
-    return []
-
-
-def read_learned_tokens(path: Path) -> dict[str, Tensor]:
-    """The learned tokens beside a LoRA in diffusers' form, as written by `write_learned_tokens`. Raises UsageError."""
-    found: dict[str, Tensor] = {}
-    for file in learned_tokens_beside(path):
-        tensors, metadata = open_tensors(file)
-        token = metadata.get("name", file.stem.partition(".embedding-")[2])
-        for slot, tensor in tensors.items():
-            found[f"{token}.{ONE_ENCODER_SLOT if slot == 'emb_params' else slot}"] = tensor
-    return found
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file atomically, reading it back before it takes its name. Raises OSError as `write_together`."""
     write_together({path: (tensors, metadata)})
@@ -199,90 +174,3 @@ def write_together(
 def _own(tensor: Tensor) -> Tensor:
     """A tensor with memory of its own: the parts of a fused layer share theirs, which safetensors refuses."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def read_adapter(path: Path, families: Sequence[Names] = ()) -> AdapterWeights:
-    """Read an adapter file of any readable kind and program, its format detected from its keys; `families` are those whose
-    names are known.
-
-    NaN is kept (`AdapterWeights.not_finite` names it). Raises UsageError, with all
-    problems at once, for a missing file, pickle, damage, half a pair, a wrong shape, an
-    unknown key, a mixture of forms, or another method.
-    """
-    tensors, metadata = open_tensors(path)
-    refuse_reaching(path, metadata, tensors)
-    return weights_of(path.name, tensors, metadata, families, beside(path, tensors))
-
-
-def read_lora(path: Path, families: Sequence[Names] = ()) -> LoraWeights:
-    """The same of a plain LoRA. Raises UsageError for other kinds too."""
-    return only_lora(path.name, read_adapter(path, families))
-
-
-def beside(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """peft's own config beside a file in its form; None for other files. Raises UsageError."""
-    config = path.with_name(PEFT_CONFIG)
-    if not any(key.startswith(PEFT) for key in tensors) or not config.is_file():
-        return None
-    try:
-        document = read_json_object(config, MOST_CONFIG_BYTES)
-    except (TextError, OSError) as error:
-        raise UsageError(
-            Problem("config_unreadable", f"{config} cannot be read: {error}.", "Copy it again, or remove it.")
-        ) from None
-    if reaching := diffusers_form.reaching_further(document, layers_of(tensors)):
-        raise _refused(config, f"asks for more than the file's own weights ({some(reaching)}).", "Export a plain LoRA.")
-    return document
-
-
-def open_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if path.is_dir():
-        inside = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "none"
-        raise UsageError(
-            Problem("path_is_folder", f"{path} is a folder, not a LoRA file.", f"LoRA files in it: {inside}.")
-        )
-    if not path.exists():
-        raise UsageError(Problem("file_missing", f"There is no LoRA file {path}.", "Check the path."))
-    if not path.is_file():  # opening a pipe would wait forever
-        raise _refused(path, "is not a regular file.", "Name a .safetensors file.")
-    with open(path, "rb") as file:
-        pickled = is_pickle(file.read(8))
-    if pickled or path.suffix.lower() in {".pt", ".ckpt", ".pth", ".bin"}:
-        fix = "Pickle can run code when it is read, so it never is: get the file as .safetensors."
-        raise _refused(path, "is a pickle file.", fix)
-    if path.suffix.lower() != ".safetensors":
-        # diffusers would try to read such a file as a pickle, whatever it holds.
-        raise _refused(path, "does not end in .safetensors.", "Name a .safetensors file.")
-    read_tensor_header(path)  # raises a clear error for damage, before a library reads it
-    try:
-        with safe_open(path, framework="pt") as opened:
-            metadata = dict(opened.metadata() or {})
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError) as error:
-        size = path.stat().st_size
-        fix = f"It is truncated or no safetensors file ({error}): copy or download it again."
-        raise _refused(path, f"cannot be read ({size} bytes).", fix) from None
-    return tensors, metadata
-
-
-def layers_of(keys: Iterable[str]) -> list[str]:
-    """The names of the layers that keys are of."""
-    return list({read.name for key in keys if (read := read_key(key)) is not None})
-
-
-def refuse_reaching(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> None:
-    key = diffusers_form.ADAPTER_METADATA_KEY
-    try:
-        reaching = diffusers_form.reaching_further(diffusers_form.config_in(metadata), layers_of(keys))
-    except (ValueError, TypeError):
-        raise _refused(path, f"has a header entry {key} that cannot be read.", "Export it again.") from None
-    if reaching:
-        fix = (
-            "Programs would read other files, run code, search without end or change the base model by it: "
-            "export it again as a plain LoRA."
-        )
-        raise _refused(path, f"asks in {key} for more than its own weights ({some(reaching)}).", fix)
-
-
-def _refused(path: Path, message: str, fix: str) -> UsageError:
-    return UsageError(Problem("file_unreadable", f"{path.name} {message}", fix))
