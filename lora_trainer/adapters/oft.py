@@ -63,7 +63,7 @@ def block_size(layer: nn.Linear | nn.Conv2d, rank: int) -> int:
     return max(each for each in range(1, min(rank, isqrt(outputs)) + 1) if outputs % each == 0)
 
 
-def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
+def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
     """Rotate the outputs of the modules, in place; return the trainable parameters by name, all 0 at first.
 
     Blocks are no larger than the square root of a layer's outputs, since LyCORIS reads none that are fewer than they are large.
@@ -112,4 +112,4 @@ def start_from(
     return []
 
 
-KIND = AdapterKind(inject=inject_oft, updates=updates, forms=plain_forms, start_from=start_from)
+KIND = AdapterKind(inject=inject, updates=updates, forms=plain_forms, start_from=start_from)

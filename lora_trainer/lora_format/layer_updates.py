@@ -38,7 +38,15 @@ class LayerUpdate:
     tells_kernel: ClassVar[bool] = False  # whether `weight_shape` is that of the layer, also of a convolution
     arguments: ClassVar[Mapping[str, object]] = {}  # `ss_network_args` of its own
 
-    if TYPE_CHECKING:  # fields of some kinds, computed by others
+    if TYPE_CHECKING:  # what each kind has, as a field or computed
+
+        @property
+        def algorithm(self) -> str:
+            """Its kind as headers name it: LyCORIS' `algo`."""
+
+        @property
+        def title(self) -> str:
+            """Its kind as people name it."""
 
         @property
         def tensors(self) -> Mapping[str, Tensor]:
@@ -47,15 +55,21 @@ class LayerUpdate:
         @property
         def alpha(self) -> float | None: ...
 
-    @property
-    def algorithm(self) -> str:
-        """Its kind as headers name it: LyCORIS' `algo`."""
-        raise NotImplementedError
+        @property
+        def rank(self) -> int: ...
 
-    @property
-    def title(self) -> str:
-        """Its kind as people name it."""
-        raise NotImplementedError
+        @property
+        def weight_shape(self) -> tuple[int, ...]:
+            """The shape of the weight that it changes; `[out, in * k * k]` or `[out]` where its tensors do not tell more."""
+
+        def delta(self, weight: Tensor | None = None) -> Tensor:
+            """The change of the weight in fp32; `weight` is the base model's. Raises ValueError where it is needed."""
+
+        def rounded(self, dtype: torch.dtype) -> LayerUpdate:
+            """The same change as files store it: cast once to `dtype`, contiguous, on the CPU."""
+
+        def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+            """The same change with other tensors of the same names."""
 
     @property
     def needs_weight(self) -> bool:
@@ -66,27 +80,6 @@ class LayerUpdate:
     def in_comfyui(self) -> LayerUpdate:
         """The change that ComfyUI computes from its file: itself, but for a kind that it computes in a way of its own."""
         return self
-
-    @property
-    def rank(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the weight that it changes; `[out, in * k * k]` or `[out]` where its tensors do not tell more."""
-        raise NotImplementedError
-
-    def delta(self, weight: Tensor | None = None) -> Tensor:
-        """The change of the weight in fp32; `weight` is the base model's. Raises ValueError where it is needed."""
-        raise NotImplementedError
-
-    def rounded(self, dtype: torch.dtype) -> LayerUpdate:
-        """The same change as files store it: cast once to `dtype`, contiguous, on the CPU."""
-        raise NotImplementedError
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """The same change with other tensors of the same names."""
-        raise NotImplementedError
 
     @property
     def settings(self) -> tuple[object, ...]:

@@ -159,16 +159,14 @@ def header(facts: TrainingFacts, weights: AdapterWeights) -> dict[str, str]:
         EMA_DECAY: facts.ema_decay,
         "lora_trainer.validation_images": facts.validation_images,
     }
-    if facts.base_form:
-        values[BASE_FORM] = facts.base_form
-    if facts.base_loras:
-        values["lora_trainer.base_loras"] = facts.base_loras
-    if facts.t5_tokens is not None:
-        values[T5_TOKENS] = facts.t5_tokens
-    if facts.swa_start is not None:
-        values[SWA_START] = facts.swa_start
-    if facts.without_t5:
-        values[WITHOUT] = True
+    not_always = {
+        BASE_FORM: facts.base_form or None,
+        "lora_trainer.base_loras": facts.base_loras or None,
+        T5_TOKENS: facts.t5_tokens,
+        SWA_START: facts.swa_start,
+        WITHOUT: facts.without_t5 or None,
+    }
+    values |= {key: value for key, value in not_always.items() if value is not None}
     # kohya writes Python's own text of each value, and its readers look for "None", "True" and "False".
     return {key: str(value) for key, value in values.items()}
 
@@ -230,8 +228,12 @@ def _flow(flow: FlowFacts | None) -> dict[str, object]:
 
 
 def _images(facts: TrainingFacts) -> dict[str, object]:
+    rows = {
+        str(index): {"resolution": list(size), "count": count}
+        for index, (size, count) in enumerate(sorted(facts.buckets.items()))
+    }
     return {
-        "ss_bucket_info": json.dumps(_bucket_info(facts.buckets)),
+        "ss_bucket_info": json.dumps({"buckets": rows} if rows else {}),
         "ss_enable_bucket": bool(facts.buckets),
         "ss_bucket_no_upscale": facts.no_upscale,
         "ss_min_bucket_reso": facts.bucket_sides[0],
@@ -259,14 +261,6 @@ def _loss_and_noise(facts: TrainingFacts) -> dict[str, object]:
         "ss_shuffle_caption": facts.shuffle_captions,
         "ss_keep_tokens": facts.keep_tokens,
     }
-
-
-def _bucket_info(buckets: Mapping[tuple[int, int], int]) -> dict[str, object]:
-    rows = {
-        str(index): {"resolution": list(size), "count": count}
-        for index, (size, count) in enumerate(sorted(buckets.items()))
-    }
-    return {"buckets": rows} if rows else {}
 
 
 def with_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:

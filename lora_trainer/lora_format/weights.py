@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -52,30 +51,6 @@ def plain_pairs(weights: AdapterWeights) -> LoraWeights | None:
 
 
 W = TypeVar("W", bound=AdapterWeights)
-
-
-def weights_from_peft(
-    state: Mapping[str, Tensor], component: str, alpha: float | Mapping[str, float] | None = None
-) -> LoraWeights:
-    """The weights in a peft state dict of one component of the pipeline (`unet`, `text_encoder`).
-
-    `alpha` is one number, or one per module name without the component; None means alpha = rank.
-    Reads the keys of `get_peft_model_state_dict` and of a model's own `state_dict`, in which the
-    adapter's name comes before `weight`. Raises ValueError for half a pair.
-    """
-    pattern = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
-    halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in state.items():
-        if match := pattern.fullmatch(key):
-            halves.setdefault(match["module"], {})[match["half"]] = tensor
-    modules = {}
-    for module, pair in halves.items():
-        if set(pair) != {"A", "B"}:
-            raise ValueError(f"{module} has only lora_{'/'.join(pair)}")
-        own = alpha.get(module) if isinstance(alpha, Mapping) else alpha
-        name = module_name(component, module)
-        modules[name] = LoraPair(pair["A"], pair["B"], float(pair["A"].shape[0] if own is None else own))
-    return LoraWeights(modules)
 
 
 def module_name(component: str, module: str) -> str:

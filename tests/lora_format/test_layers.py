@@ -13,11 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lora_trainer.lora_format.weights import weights_from_peft
 from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
-from tests.lora_format.tiny import UNETS, facts, random_lora, tiny_pipeline, tiny_unet
+from tests.lora_format.tiny import UNETS, facts, random_lora, tiny_pipeline, tiny_unet, weights_from_peft
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
 RANK, ALPHA = 4, 2.6

@@ -23,7 +23,7 @@ from lora_trainer.lora_format.inspection import inspect
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.metadata import FlowFacts, header
 from lora_trainer.lora_format.reading import read_lora
-from lora_trainer.lora_format.weights import LoraWeights, check_keys, folded, shapes_of, weights_from_peft
+from lora_trainer.lora_format.weights import LoraWeights, check_keys, folded, module_name, shapes_of
 from lora_trainer.lora_format.writing import FileLayout, write_lora
 from tests.lora_format.tiny import facts, random_lora, tiny_pipeline
 
@@ -141,18 +141,11 @@ def test_folding_keeps_the_update_within_fp16_rounding(rank: int, alpha: float, 
     assert error < 2e-3
 
 
-def test_peft_names_are_read_and_text_model_is_put_back() -> None:
-    down, up = torch.ones(2, 3), torch.ones(4, 2)
-    state = {
-        "mid.to_q.lora_A.default.weight": down,
-        "mid.to_q.lora_B.default.weight": up,
-        "mid.to_q.base_layer.weight": up,
-    }
-    assert weights_from_peft(state, "unet", 5).modules["unet.mid.to_q"].scale == 2.5
-    text = {"encoder.layers.0.fc1.lora_A.weight": down, "encoder.layers.0.fc1.lora_B.weight": up}
-    assert list(weights_from_peft(text, "text_encoder").modules) == ["text_encoder.text_model.encoder.layers.0.fc1"]
-    with pytest.raises(ValueError, match="only lora_A"):
-        weights_from_peft({"mid.to_q.lora_A.weight": down}, "unet")
+def test_text_model_is_put_back() -> None:
+    layer = "encoder.layers.0.fc1"
+    assert module_name("text_encoder", layer) == f"text_encoder.text_model.{layer}"
+    assert module_name("text_encoder", f"text_model.{layer}") == f"text_encoder.text_model.{layer}"
+    assert module_name("unet", layer) == f"unet.{layer}"
 
 
 def test_nonfinite_values_are_not_written(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +65,7 @@ from transformers import (
 from builtin_base.architecture import make_scheduler, make_tokenizer
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.metadata import TrainingFacts
-from lora_trainer.lora_format.weights import LoraWeights, shapes_of
+from lora_trainer.lora_format.weights import LoraWeights, module_name, shapes_of
 from tests.families.own import own_families
 
 ENDINGS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -487,3 +489,15 @@ def facts(**changes: object) -> TrainingFacts:
         "buckets": {(512, 768): 18, (640, 640): 2},
     }
     return TrainingFacts(**(values | changes))  # type: ignore[arg-type]
+
+
+def weights_from_peft(
+    state: Mapping[str, torch.Tensor], component: str, alpha: float | Mapping[str, float]
+) -> LoraWeights:
+    """The weights in the state of a component that peft put a LoRA on; `alpha` is one number, or one per module."""
+    modules = {}
+    for key, down in state.items():
+        if match := re.fullmatch(r"(.+)\.lora_A(\.[^.]+)?\.weight", key):
+            own = alpha[match[1]] if isinstance(alpha, Mapping) else alpha
+            modules[module_name(component, match[1])] = LoraPair(down, state[key.replace(".lora_A", ".lora_B")], own)
+    return LoraWeights(modules)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError, known_as
 from lora_trainer.core.findings import counted
@@ -15,6 +19,7 @@ from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import check_part, named_parts, places_of_weights
 from lora_trainer.models.places import Place, stored_weights
+from lora_trainer.models.quantization.stored_forms import WeightReader
 from lora_trainer.models.single.lay_out import places_of_parts
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import USE_BASE
@@ -36,6 +41,18 @@ class BaseLayers:
     weights: Mapping[str, Place]
     shapes: Mapping[str, tuple[int, ...]]
     rest: Mapping[str, Place]
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str], Tensor]]:
+        """A function that reads one of its weights in fp32, a layer's in the layer's shape."""
+        with ExitStack() as stack:
+            reader = WeightReader({**self.weights, **self.rest}, stack, torch.device("cpu"), copy=True)
+
+            def read(name: str) -> Tensor:
+                weight = reader.read(name, torch.float32)
+                return weight.reshape(self.shapes.get(name, weight.shape))
+
+            yield read
 
     @property
     def components(self) -> set[str]:
@@ -78,6 +95,14 @@ def read_base(path: Path, flag: str) -> BaseLayers:
             else:
                 rest[f"{component}.{name}"] = place
     return BaseLayers(path, family, weights, shapes, rest)
+
+
+def read_base_of(name: str, weights: AdapterWeights, path: Path) -> BaseLayers:
+    """The base model of a LoRA (`name` in messages), named with --model. Raises UsageError for one that it does not fit."""
+    base = read_base(path, "--model")
+    if problems := misfits_of(name, weights, base):
+        raise UsageError(problems)
+    return base
 
 
 def _text_encoders(family: str) -> tuple[str, ...]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError, gathering
 from lora_trainer.core.findings import counted
@@ -20,12 +17,6 @@ from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_format.reading import some
 from lora_trainer.lora_format.tools.base_layers import BaseLayers, read_base
 from lora_trainer.lora_format.weights import AdapterWeights
-from lora_trainer.models.quantization.stored_forms import WeightReader
-
-if TYPE_CHECKING:
-    from lora_trainer.models.places import Place
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -74,27 +65,30 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
     if problems := list(_unlike(one, other)):
         raise UsageError(problems)
     nearest = KINDS[how.kind].nearest  # None of a LoRA, whose SVD also knows limits of its own
-    modules, layers, size = dict[str, LayerUpdate](), list[LayerRow](), 0
-    for name, before, change in _changes(one.weights, other.weights, one.shapes):
-        size += 1
-        norm = float(change.double().norm())
-        if not math.isfinite(norm):
-            raise UsageError(
-                Problem("model_not_finite", f"{name} holds NaN or infinity in one of the models.", "Copy it again.")
-            )
-        if norm == 0.0:
-            continue
-        if nearest is None:
-            modules[name], kept, error = factor(change, how.keep, how.rank, how.clamp_quantile)
-        else:
-            modules[name] = nearest(before, change, how.rank)
-            stored = modules[name].rounded(how.dtype).delta(before).reshape(change.shape)
-            error = float((stored - change).double().norm()) / norm
-            kept = math.sqrt(max(0.0, 1.0 - error**2))
-        layers.append(LayerRow(name, min(change.flatten(1).shape), modules[name].rank, kept, error, norm))
+    modules, layers = dict[str, LayerUpdate](), list[LayerRow]()
+    shared = [name for name in one.weights if name in other.weights]
+    with one.opened() as read_before, other.opened() as read_after:
+        for name in shared:
+            before = read_before(name)
+            change = read_after(name).sub_(before)
+            norm = float(change.double().norm())
+            if not math.isfinite(norm):
+                raise UsageError(
+                    Problem("model_not_finite", f"{name} holds NaN or infinity in one of the models.", "Copy it again.")
+                )
+            if norm == 0.0:
+                continue
+            if nearest is None:
+                modules[name], kept, error = factor(change, how.keep, how.rank, how.clamp_quantile)
+            else:
+                modules[name] = nearest(before, change, how.rank)
+                stored = modules[name].rounded(how.dtype).delta(before).reshape(change.shape)
+                error = float((stored - change).double().norm()) / norm
+                kept = math.sqrt(max(0.0, 1.0 - error**2))
+            layers.append(LayerRow(name, min(change.flatten(1).shape), modules[name].rank, kept, error, norm))
     rest = _rest(one, other)
     if not modules:
-        message = f"{base.name} and {tuned.name} have the same {counted(size, 'layer')}."
+        message = f"{base.name} and {tuned.name} have the same {counted(len(shared), 'layer')}."
         fix = "Name the model before and the model after its training."
         if rest:
             message, fix = f"{message} They differ in {rest}.", "A LoRA holds changes of layers alone."
@@ -104,7 +98,7 @@ def extract(base: Path, tuned: Path, how: Extraction) -> Difference:
     notes = [f"not compared: {', '.join(left)}, which only one of the models holds"] if left else []
     notes += [f"not in the file, which holds changes of layers alone: {rest}"] if rest else []
     weights = AdapterWeights(modules, family=one.family)
-    return Difference(weights, tuple(layers), one.family, components, size - len(modules), tuple(notes))
+    return Difference(weights, tuple(layers), one.family, components, len(shared) - len(modules), tuple(notes))
 
 
 def extraction_problems(how: Extraction) -> list[Problem]:
@@ -148,26 +142,8 @@ def _unlike(one: BaseLayers, other: BaseLayers) -> Iterator[Problem]:
         yield Problem("layers_differ", message, "Name a model and what was trained from it.")
 
 
-def _changes(
-    one: Mapping[str, Place], other: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The weight and the difference of each layer that both have, in fp32, in the shape of the layer."""
-    with ExitStack() as first_stack, ExitStack() as second_stack:
-        before = WeightReader(one, first_stack, CPU, copy=True)
-        after = WeightReader(other, second_stack, CPU, copy=True)
-        for name in one:
-            if name in other:
-                weight = before.read(name, torch.float32).view(shapes[name])
-                yield name, weight, after.read(name, torch.float32).view(shapes[name]).sub_(weight)
-
-
 def _rest(one: BaseLayers, other: BaseLayers) -> str:
     """The other weights that differ, in words; empty where none does."""
-    both = [name for name in one.rest if name in other.rest]
-    with ExitStack() as first_stack, ExitStack() as second_stack:
-        before = WeightReader(one.rest, first_stack, CPU, copy=True)
-        after = WeightReader(other.rest, second_stack, CPU, copy=True)
-        differ = [
-            name for name in both if not torch.equal(before.read(name, torch.float32), after.read(name, torch.float32))
-        ]
+    with one.opened() as before, other.opened() as after:
+        differ = [name for name in one.rest if name in other.rest and not torch.equal(before(name), after(name))]
     return f"{counted(len(differ), 'weight')} of norms, biases and embeddings ({some(differ)})" if differ else ""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.lora_format.convert import EARLIER, OF_ONE_FORM, SourceFile
 from lora_trainer.lora_format.kinds import REWRITTEN
 from lora_trainer.lora_format.layer_updates import titles
 from lora_trainer.lora_format.metadata import with_hashes
-from lora_trainer.lora_format.tools.base_layers import misfits_of, read_base
+from lora_trainer.lora_format.tools.base_layers import read_base_of
 from lora_trainer.lora_format.weights import AdapterWeights
 from lora_trainer.lora_format.writing import plain_forms, write_tensors
 from lora_trainer.models.lora_names import names_for
-from lora_trainer.models.quantization.stored_forms import WeightReader
 
 
 @dataclass(frozen=True)
@@ -45,14 +41,11 @@ def to_comfyui(
         kinds = titles(list(weights.modules.values()))
         message = f"{source.name} is {kinds}, without magnitudes of outputs that ComfyUI computes differently."
         raise UsageError(Problem("no_magnitudes", message, "Use it in ComfyUI as it is, or --to kohya."))
-    layers = read_base(base, "--model")
-    if problems := misfits_of(source.name, weights, layers):
-        raise UsageError(problems)
+    layers = read_base_of(source.name, weights, base)
     modules, difference = dict(weights.modules), 0.0
-    with ExitStack() as stack:
-        reader = WeightReader(layers.weights, stack, torch.device("cpu"), copy=True)
+    with layers.opened() as read:
         for name, update in named.items():
-            weight = reader.read(name, dtype=torch.float32).reshape(layers.shapes[name])
+            weight = read(name)
             modules[name] = update.for_comfyui(weight)
             change = update.delta(weight)
             missed = (update.in_comfyui.delta(weight) - change).norm() / change.norm().clamp_min(1e-12)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +16,11 @@ from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layer_updates import LayerUpdate, titles
 from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_format.reading import some
-from lora_trainer.lora_format.tools.base_layers import misfits_of, read_base
+from lora_trainer.lora_format.tools.base_layers import read_base_of
 from lora_trainer.lora_format.tools.combining import Combined, combine
 from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, shapes_of
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_forms
-from lora_trainer.models.quantization.stored_forms import WeightReader
 
 Weights = Callable[[str], Tensor]  # a layer's weight in the base model, in fp32
 
@@ -40,12 +37,9 @@ def to_lora(file: str, weights: AdapterWeights, rank: int, base: Path | None = N
         if problems := [*_without_weights(file, weights), *_without_shapes(file, weights, shapes)]:
             raise UsageError(problems)
         return _decomposed(weights, rank, shapes)
-    layers = read_base(base, "--model")
-    if problems := misfits_of(file, weights, layers):
-        raise UsageError(problems)
-    with ExitStack() as stack:
-        reader = WeightReader(layers.weights, stack, torch.device("cpu"), copy=True)
-        made = _decomposed(weights, rank, layers.shapes, partial(reader.read, dtype=torch.float32))
+    layers = read_base_of(file, weights, base)
+    with layers.opened() as read:
+        made = _decomposed(weights, rank, layers.shapes, read)
     return replace(made, weights=replace(made.weights, family=weights.family or layers.family))
 
 
@@ -60,7 +54,7 @@ def _decomposed(
     for name, update in weights.modules.items():
         if name in pairs:
             continue
-        weight = read(name).reshape(shapes[name]) if read is not None and update.needs_weight else None
+        weight = read(name) if read is not None and update.needs_weight else None
         change = update.delta(weight)
         change = change.reshape(_shape_of(name, update, shapes) if weight is None else weight.shape)
         modules[name], kept, error = factor(change, keep, rank)
