@@ -9,7 +9,7 @@ import glob
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +157,20 @@ def values(file: str, weights: AdapterWeights) -> list[Problem]:
     return [Problem("lora_not_finite", message, "Train it again with a lower learning rate.")]
 
 
+@dataclass(frozen=True)
+class _Report:
+    """The problems of one file; exporting it again solves most."""
+
+    file: str
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, code: str, message: str, fix: str = "Export it again.") -> None:
+        self.problems.append(Problem(code, f"{self.file} {message}", fix))
+
+    def add_layer(self, message: str, fix: str) -> None:
+        self.problems.append(Problem("lora_layer_invalid", f"{self.file}: {message}", fix))
+
+
 def collect(
     file: str,
     tensors: Mapping[str, Tensor],
@@ -174,49 +188,46 @@ def collect(
         forms = ["kohya"]  # LyCORIS chooses a kind for each layer
     if whole := _wrong_kind(file, tensors, keys, forms):
         return Collected(LoraWeights({}, metadata, embeddings), forms[0] if len(forms) == 1 else "", {}, (whole,))
-    problems: list[Problem] = []
-    unknown = sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING))
-    if unknown:
-        problems.append(
-            Problem(
-                "lora_keys_unknown",
-                f"{file} holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).",
-                "Export it again.",
-            )
-        )
+    report = _Report(file)
+    if unknown := sorted(key for key in tensors if key not in keys and not key.startswith(EMBEDDING)):
+        report.add("lora_keys_unknown", f"holds {counted(len(unknown), 'unknown key')} ({some(unknown)}).")
     if flat := sorted(word for word, tensor in embeddings.items() if tensor.ndim != 2 or 0 in tensor.shape):
-        message = f"{file} holds learned tokens that are no table of [tokens, width] ({some(flat)})."
-        problems.append(Problem("tokens_invalid", message, "Export it again."))
+        report.add("tokens_invalid", f"holds learned tokens that are no table of [tokens, width] ({some(flat)}).")
+
+    # Whose names they are: by the names, by the header, and by the shapes of the layers.
     halves = _halves(keys, tensors)
-    hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
-    updates = _updates(file, halves, problems)
+    updates = _updates(report, halves)
     shapes = {name: update.weight_shape for name, update in updates.items() if update is not None}
     sides = _sides(halves) | {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+    hint = " ".join(metadata.get(key, "") for key in HINTS).lower()
     found, family = resolve(halves, families, hint, sides)
     foreign = sorted(set(halves) - set(found))
     for pattern, what in NOT_SUPPORTED.items():
         if layers := [name for name in foreign if pattern.search(name)]:
-            message = f"{file} has {counted(len(layers), 'layer')} of {what}, which are not supported ({some(layers)})."
-            problems.append(
-                Problem("lora_layers_unsupported", message, "Use a LoRA that was trained on the transformer alone.")
+            listed = f"{counted(len(layers), 'layer')} of {what}, which are not supported ({some(layers)})"
+            report.add(
+                "lora_layers_unsupported", f"has {listed}.", "Use a LoRA that was trained on the transformer alone."
             )
             foreign = [name for name in foreign if name not in layers]
     if foreign:
         fix = f"Known beginnings: {', '.join(COMPONENT_OF_PREFIX)}. Was it made for another kind of model?"
-        message = f"{file} holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)})."
-        problems.append(Problem("lora_keys_unknown", message, fix))
+        report.add(
+            "lora_keys_unknown", f"holds {counted(len(foreign), 'name')} of unknown parts ({some(foreign)}).", fix
+        )
+
+    # The change of each layer: pairs, then other kinds, then what lies beside either.
     plain = {name: parts for name, parts in halves.items() if name in found and name not in updates}
-    pairs = _pairs(file, plain, problems)
-    alphas = {} if "kohya" in forms else _header_alphas(file, metadata, peft_config, found, pairs, problems)
+    pairs = _pairs(report, plain)
+    alphas = {} if "kohya" in forms else _header_alphas(report, metadata, peft_config, found, pairs)
     alphas |= {name: float(plain[name]["alpha"].float().flatten()[0]) for name in pairs if "alpha" in plain[name]}
-    pairs = {name: replace(pair, alpha=alphas.get(name, pair.alpha)) for name, pair in pairs.items()}
-    changes: dict[str, LayerUpdate] = {**pairs}
+    changes: dict[str, LayerUpdate] = {
+        name: replace(pair, alpha=alphas.get(name, pair.alpha)) for name, pair in pairs.items()
+    }
     changes |= {name: each for name, each in updates.items() if name in found and each is not None}
-    changes = _with_what_lies_beside(file, changes, halves, metadata, problems)
-    modules = _modules(file, changes, found, fused_ranks(metadata), problems)
-    name = family.family if family else None
-    weights = AdapterWeights(modules, metadata, embeddings, name)
-    return Collected(weights, forms[0] if forms else "", found, tuple(problems))
+    changes = _with_what_lies_beside(report, changes, halves, metadata)
+    modules = _modules(report, changes, found, fused_ranks(metadata))
+    weights = AdapterWeights(modules, metadata, embeddings, family.family if family else None)
+    return Collected(weights, forms[0] if forms else "", found, tuple(report.problems))
 
 
 OF_LORA_DIFFUSION = re.compile(r"(?:unet|text_encoder):\d+:(?:up|down)")
@@ -281,10 +292,8 @@ def _sides(halves: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, i
     }
 
 
-def _updates(
-    file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]
-) -> dict[str, FactorUpdate | None]:
-    """The changes that are no low-rank products; None for one that cannot be read, whose problem is appended."""
+def _updates(report: _Report, halves: Mapping[str, Mapping[str, Tensor]]) -> dict[str, FactorUpdate | None]:
+    """The changes that are no low-rank products; None for one that cannot be read, which is reported."""
     updates: dict[str, FactorUpdate | None] = {}
     for name, parts in halves.items():
         tensors = {part: _wide(tensor) for part, tensor in parts.items() if part not in ("alpha", *BESIDE)}
@@ -295,11 +304,7 @@ def _updates(
             updates[name] = _update_of(name, tensors, alpha)
         except ValueError as error:
             updates[name] = None
-            problems.append(
-                Problem(
-                    "lora_layer_invalid", f"{file}: {name}: {error}.", "Export it again, with one kind for each layer."
-                )
-            )
+            report.add_layer(f"{name}: {error}.", "Export it again, with one kind for each layer.")
     return updates
 
 
@@ -330,13 +335,12 @@ def _update_of(name: str, tensors: Mapping[str, Tensor], alpha: float | None) ->
 
 
 def _with_what_lies_beside(
-    file: str,
+    report: _Report,
     changes: Mapping[str, LayerUpdate],
     halves: Mapping[str, Mapping[str, Tensor]],
     metadata: Mapping[str, str],
-    problems: list[Problem],
 ) -> dict[str, LayerUpdate]:
-    """The changes, of which kinds with tensors beside those of others make their own; appends what is wrong with a shape."""
+    """The changes, of which kinds with tensors beside those of others make their own."""
     found = dict(changes)
     for name, change in changes.items():
         parts = {part: _wide(tensor) for part, tensor in halves[name].items() if part in BESIDE}
@@ -346,27 +350,18 @@ def _with_what_lies_beside(
             try:
                 found[name] = kind.decompose(change, parts, metadata)
             except ValueError as error:
-                message = f"{file} has {error} for {name}, of {change.weight_shape[0]} rows."
-                problems.append(Problem("lora_layer_invalid", message, "Export it again."))
+                report.add("lora_layer_invalid", f"has {error} for {name}, of {change.weight_shape[0]} rows.")
     return found
 
 
-def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list[Problem]) -> dict[str, LoraPair]:
-    """Pairs with alpha = rank; appends what is wrong with shapes and types."""
+def _pairs(report: _Report, halves: Mapping[str, Mapping[str, Tensor]]) -> dict[str, LoraPair]:
+    """Pairs with alpha = rank; reports what is wrong with shapes and types."""
     pairs: dict[str, LoraPair] = {}
-    lonely = sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *BESIDE})
-    if lonely:
-        problems.append(
-            Problem("lora_incomplete", f"{file} has alpha without weights for {some(lonely)}.", "Export it again.")
-        )
-    single = sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1)
-    if single:
+    if lonely := sorted(name for name, parts in halves.items() if set(parts) <= {"alpha", *BESIDE}):
+        report.add("lora_incomplete", f"has alpha without weights for {some(lonely)}.")
+    if single := sorted(name for name, parts in halves.items() if len({"down", "up"} & set(parts)) == 1):
         fix = "Programs fill the other half with random numbers or skip it: export it again."
-        problems.append(
-            Problem(
-                "lora_incomplete", f"{file} has half a pair for {counted(len(single), 'module')} ({some(single)}).", fix
-            )
-        )
+        report.add("lora_incomplete", f"has half a pair for {counted(len(single), 'module')} ({some(single)}).", fix)
     for name, parts in halves.items():
         if name in single or name in lonely or "down" not in parts:
             continue
@@ -379,14 +374,13 @@ def _pairs(file: str, halves: Mapping[str, Mapping[str, Tensor]], problems: list
                 down = torch.einsum("rskl,si->rikl", mid.float(), down.float().flatten(1))
         if not fits or (up.ndim == 4 and up.shape[2:] != (1, 1)):
             shapes = f"down {list(down.shape)} and up {list(up.shape)}"
-            message = f"{file} has {shapes} for {name}: [r, in] and [out, r] go together."
-            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
+            report.add("lora_layer_invalid", f"has {shapes} for {name}: [r, in] and [out, r] go together.")
         elif unread := [tensor.dtype for tensor in (down, up) if tensor.dtype not in WIDE]:
-            message = f"{file} holds {str(unread[0]).removeprefix('torch.')} for {name}."
-            problems.append(Problem("lora_type_unsupported", message, "Export it in fp16, bf16 or fp32."))
+            message = f"holds {str(unread[0]).removeprefix('torch.')} for {name}."
+            report.add("lora_type_unsupported", message, "Export it in fp16, bf16 or fp32.")
         elif "alpha" in parts and parts["alpha"].numel() != 1:
-            message = f"{file} has an alpha of shape {list(parts['alpha'].shape)} for {name}, in place of one number."
-            problems.append(Problem("lora_layer_invalid", message, "Export it again."))
+            shape = list(parts["alpha"].shape)
+            report.add("lora_layer_invalid", f"has an alpha of shape {shape} for {name}, in place of one number.")
         else:
             pairs[name] = LoraPair(down, up, float(down.shape[0]))
     return pairs
@@ -398,12 +392,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _header_alphas(
-    file: str,
+    report: _Report,
     metadata: Mapping[str, str],
     peft_config: Mapping[str, Any] | None,
     found: Mapping[str, Found],
     pairs: Mapping[str, LoraPair],
-    problems: list[Problem],
 ) -> dict[str, float]:
     """The alpha of each name as diffusers, or peft, would read it."""
     module = {name: found[name].modules[0] for name in pairs}
@@ -411,20 +404,17 @@ def _header_alphas(
         alphas = diffusers_form.alphas(metadata, {module[name]: pair.rank for name, pair in pairs.items()}, peft_config)
         return {name: alphas[module[name]] for name in pairs}
     except (ValueError, TypeError, AttributeError, json.JSONDecodeError):
-        key = diffusers_form.ADAPTER_METADATA_KEY
-        problems.append(
-            Problem("header_invalid", f"{file} has a header entry {key} that cannot be read.", "Export it again.")
-        )
+        report.add("header_invalid", f"has a header entry {diffusers_form.ADAPTER_METADATA_KEY} that cannot be read.")
         return {}
 
 
 def _modules(
-    file: str,
+    report: _Report,
     pairs: Mapping[str, LayerUpdate],
     found: Mapping[str, Found],
     ranks: Mapping[str, Sequence[int]],
-    problems: list[Problem],
 ) -> dict[str, LayerUpdate]:
+    """The changes by the names of diffusers, those of fused layers divided among their parts."""
     modules: dict[str, LayerUpdate] = {}
     twice = []
     for name, pair in pairs.items():
@@ -432,19 +422,15 @@ def _modules(
         try:
             parts = divide(pair, place.rules, ranks.get(name)) if place.rules else {0: pair}
         except ValueError as error:
-            problems.append(
-                Problem(
-                    "lora_layer_invalid", f"{file}: {name} does not fit its layer: {error}.", "Is it for another model?"
-                )
-            )
+            report.add_layer(f"{name} does not fit its layer: {error}.", "Is it for another model?")
             continue
         for part, each in parts.items():
             if place.modules[part] in modules:
                 twice.append(place.modules[part])
             modules[place.modules[part]] = each
     if twice:
-        message = f"{file} names {counted(len(twice), 'module')} twice, by two names ({some(sorted(twice))})."
-        problems.append(Problem("lora_module_twice", message, "Programs take one of them: export it again."))
+        message = f"names {counted(len(twice), 'module')} twice, by two names ({some(sorted(twice))})."
+        report.add("lora_module_twice", message, "Programs take one of them: export it again.")
     return modules
 
 
