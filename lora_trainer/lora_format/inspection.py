@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, read_tensor_header
+from lora_trainer.core.tensorfile import LARGEST_HEADER, METADATA, check_places, hash_of_tensors, read_tensor_header
 from lora_trainer.lora_format.convert import size_of_update
 from lora_trainer.lora_format.diffusers import ADAPTER_METADATA_KEY
 from lora_trainer.lora_format.keys import EMBEDDING, NUMBERED, PEFT, read_key
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from lora_trainer.lora_format.layouts import Names
     from lora_trainer.lora_format.weights import AdapterWeights
 
-HASHED_AT_ONCE = 1 << 22  # bytes
 NESTED = re.compile(r"(?:transformer|unet)\.diffusion_model\.|(?:lora_unet|lora_transformer|lycoris)_(?:_|unet_)")
 WITHOUT_DOT = re.compile(r"_lora_(?:down|up|mid)\.weight")
 OF_XLABS = re.compile(r"\.processor\.(?:qkv|proj)_lora")
@@ -103,10 +101,9 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         raise UsageError(problems or found.problems)  # damage may hide the LoRA
     problems += found.problems
     pairs = found.weights.modules
-    problems += _values(path, found.weights)
     hashes = hashes_of(path, metadata) if whole else {}
     places = {key: entry for key, entry in read_tensor_header(path).items() if key != METADATA} if whole else {}
-    warnings = _doubts(path, pairs, hashes)
+    errors, warnings = _doubts(path, found.weights, hashes)
     counted = [key for key in tensors if (read := read_key(key)) and read.part in COUNTED_BY]
     return Inspected(
         path=path,
@@ -119,7 +116,7 @@ def inspect(path: Path, families: Sequence[Names]) -> Inspected:
         convolutions=sum(map(_has_kernel, pairs.values())),
         components=_components(pairs),
         hashes=hashes,
-        errors=tuple(problems),
+        errors=(*problems, *errors),
         warnings=tuple(warnings),
         tensors=len(tensors),
         alpha_keys=any(key.endswith(".alpha") for key in tensors),
@@ -276,42 +273,26 @@ def _order(block: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, places.get(part, part)) for part in block.split(".")]
 
 
-def _values(path: Path, weights: AdapterWeights) -> list[Problem]:
-    problems = values(path.name, weights)
-    dead = [name for name, update in weights.modules.items() if update.is_zero]
-    if dead and len(dead) == len(weights.modules):
-        problems.append(
-            Problem("lora_is_zero", f"{path.name} changes nothing: every update is zero.", "It was not trained.")
-        )
-    return problems
-
-
-def _doubts(path: Path, pairs: Mapping[str, LayerUpdate], hashes: Mapping[str, tuple[str, str]]) -> list[Problem]:
-    doubts = []
-    dead = [name for name, update in pairs.items() if update.is_zero]
-    if dead and len(dead) < len(pairs):
-        doubts.append(
-            Problem(
-                "modules_are_zero",
-                f"{len(dead)} of {len(pairs)} modules are zero ({some(dead)}).",
-                "They learned nothing.",
-            )
-        )
-    if zero := [name for name, pair in pairs.items() if pair.alpha == 0]:
+def _doubts(path: Path, weights: AdapterWeights, hashes: Mapping[str, tuple[str, str]]) -> tuple[list[Problem], ...]:
+    """What is wrong with the numbers of a file that can be read, and what may be."""
+    errors, warnings = values(path.name, weights), list[Problem]()
+    updates = weights.modules
+    dead = [name for name, update in updates.items() if update.is_zero]
+    if dead and len(dead) == len(updates):
+        message = f"{path.name} changes nothing: every update is zero."
+        errors.append(Problem("lora_is_zero", message, "It was not trained."))
+    elif dead:
+        message = f"{len(dead)} of {len(updates)} modules are zero ({some(dead)})."
+        warnings.append(Problem("modules_are_zero", message, "They learned nothing."))
+    if zero := [name for name, update in updates.items() if update.alpha == 0]:
         message = f"alpha is 0 for {len(zero)} modules ({some(zero)})."
-        doubts.append(
-            Problem("alpha_is_zero", message, "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank.")
-        )
+        fix = "ComfyUI and diffusers take it as it is, sd-scripts as alpha = rank."
+        warnings.append(Problem("alpha_is_zero", message, fix))
     for name, (recorded, found) in hashes.items():
         if recorded != found:
-            doubts.append(
-                Problem(
-                    "hash_differs",
-                    f"{name} is {recorded[:12]}, the content's hash is {found[:12]}.",
-                    "It was changed after it was written.",
-                )
-            )
-    return doubts
+            message = f"{name} is {recorded[:12]}, the content's hash is {found[:12]}."
+            warnings.append(Problem("hash_differs", message, "It was changed after it was written."))
+    return errors, warnings
 
 
 def hashes_of(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -320,10 +301,5 @@ def hashes_of(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[str, s
     if not recorded:
         return {}
     read_tensor_header(path)
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        while part := file.read(HASHED_AT_ONCE):
-            digest.update(part)
-    found = digest.hexdigest()
-    return {"sshs_model_hash": (recorded, found[: len(recorded)] if recorded else found)}
+    found = hash_of_tensors(path).removeprefix("0x")
+    return {"sshs_model_hash": (recorded, found[: len(recorded)])}

@@ -171,12 +171,11 @@ def resolve(
 
 
 class _Fit(NamedTuple):
-    """How well a family fits a file, from the most telling to the least."""
+    """How well a family fits a file, among those that know the most of its names: from the most telling to the least."""
 
-    names: int  # that the family knows
     header: int  # the length of its name in the header, 0 where it is not there: one may be the beginning of another's
     has_texts: bool  # it has text encoders where the file has layers of them
-    has_sides: bool
+    has_sides: bool  # its layers have such shapes
     weight: int  # of the names: the original's tell more than diffusers', which families share
 
 
@@ -187,26 +186,30 @@ def _family_of(
     header = _OTHER.sub("", hint)
     has_texts = any(component.startswith("text_encoder") for component, _ in parsed)
     rests = [rest for component, rest in parsed if not component.startswith("text_encoder") and not _is_unet(rest)]
-    fits = list[tuple[_Fit, Names]]()
+    candidates = list[tuple[int, int, Names]]()  # the names that a family knows, their weight, the family
     for family in families:
         if family.layout:
             matches = [_match(rest, family) for rest in rests]
+            candidates.append((len(matches) - matches.count(0), sum(matches), family))
+    most = max((known for known, _, _ in candidates), default=0)
+    fits = list[tuple[_Fit, Names]]()
+    for known, weight, family in candidates:
+        if known == most:
             title = _OTHER.sub("", family.family)
             fit = _Fit(
-                names=len(matches) - matches.count(0),
                 header=len(title) if title in header else 0,
                 has_texts=not has_texts or "text_encoder" in family.prefixes,
-                has_sides=_has_sides(sides, family),
-                weight=sum(matches),
+                has_sides=most == 0 or _has_sides(sides, family),
+                weight=weight,
             )
             fits.append((fit, family))
     if not fits:
         return None, False
     best = max(fit for fit, _ in fits)
     tied = [family for fit, family in fits if fit == best]
-    if not best.names:  # of text encoders alone, the header decides
+    if not most:  # of text encoders alone, the header decides
         return tied[0] if best.header and not rests else None, False
-    is_own = best.names == len(rests) or best.weight > best.names
+    is_own = most == len(rests) or best.weight > most
     if best.header:
         return tied[0], is_own
     there = {family.family for family in tied}
@@ -349,15 +352,6 @@ def _of_first_code(rest: str) -> str | None:
     if within == "0":
         return f"{place}.resnets.{layer}.{_RESNET.get(leaf, leaf)}"
     return f"{place}.attentions.{layer}.{leaf}"
-
-
-def kohya_name(module: str, prefixes: Mapping[str, str] = KOHYA_PREFIXES) -> str:
-    """`unet.mid_block.attentions.0.proj_in` -> `lora_unet_mid_block_attentions_0_proj_in`.
-
-    Raises KeyError when the module's component has no kohya prefix.
-    """
-    component, _, rest = module.partition(".")
-    return f"{prefixes[component]}_{SPECIAL.get(rest) or rest.replace('.', '_')}"
 
 
 def dotted(underscored: str) -> str:

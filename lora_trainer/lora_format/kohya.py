@@ -20,7 +20,7 @@ from lora_trainer.lora_format.keys import (
     KOHYA_DOWN,
     KOHYA_UP,
     ONE_TEXT_ENCODER,
-    kohya_name,
+    SPECIAL,
     resolve,
 )
 from lora_trainer.lora_format.layouts import Names, Rule, rule_of
@@ -123,9 +123,13 @@ def fused_ranks(metadata: Mapping[str, str]) -> dict[str, list[int]]:
 
 
 def plain_name(module: str, names: Names) -> str:
+    """`unet.mid_block.attentions.0.proj_in` -> `lora_unet_mid_block_attentions_0_proj_in`.
+
+    Raises ValueError when the module's component has no kohya prefix.
+    """
     component, _, rest = module.partition(".")
-    if rest.startswith("encoder.block."):
-        return f"{T5_PREFIX}_{rest.replace('.', '_')}"
-    if component not in names.prefixes:
+    is_t5 = rest.startswith("encoder.block.")
+    if not is_t5 and component not in names.prefixes:
         raise ValueError(f"{names.family} has no part {component}: {module}")
-    return kohya_name(module, names.prefixes)
+    prefix = T5_PREFIX if is_t5 else names.prefixes[component]
+    return f"{prefix}_{SPECIAL.get(rest) or rest.replace('.', '_')}"

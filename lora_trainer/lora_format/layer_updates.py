@@ -265,11 +265,11 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of change in files.
+    """A kind of change in files, whose keys are `LAYER.PART` with a part for each tensor.
 
-    `parts` are the beginnings of the ends of its tensors' names, and `ends` a regular expression of these ends. A kind with
-    `decompose` has its tensors beside those of another kind's change, which it makes its own of; that raises ValueError with
-    what is wrong with their shape. `nearest` is the best change of the kind for a weight [out, in, …], its change, and a rank.
+    `parts` are how the names of its own begin, and `ends` is a regular expression of whole ones. A kind with `decompose` has
+    its parts beside those of another kind's change, and makes that change its own; it raises ValueError with what is
+    wrong with their shape. `nearest` is the best change of the kind for a weight [out, in, …], its change, and a rank.
     """
 
     update: type[LayerUpdate]

@@ -73,25 +73,27 @@ def rules_of_original(layout: Layout, name: str) -> tuple[tuple[Rule, ...], tupl
 
     They are in the order of their parts. None when the layout has no such module.
     """
-    for rules, pattern in _index(layout, "original", "." in name).get(_shape_of(name), ()):
-        if match := pattern.fullmatch(name):
-            return rules, match.groups()
-    return None
+    return _rules(layout, "original", name)
 
 
 def rules_of_ours(layout: Layout, name: str) -> str | None:
     """diffusers' name of a module, which may come with underscores in place of dots; None when there is none."""
-    for rules, pattern in _index(layout, "ours", "." in name).get(_shape_of(name), ()):
-        if match := pattern.fullmatch(name):
-            return rules[0].ours.format(*match.groups())
-    return None
+    found = _rules(layout, "ours", name)
+    return found and found[0][0].ours.format(*found[1])
 
 
 def rule_of(layout: Layout, module: str) -> tuple[Rule, str] | None:
     """The rule of a module of diffusers and the original's name with its numbers; None when there is none."""
-    for rules, pattern in _index(layout, "ours", True).get(_shape_of(module), ()):
-        if match := pattern.fullmatch(module):
-            return rules[0], rules[0].original.format(*match.groups())
+    found = _rules(layout, "ours", module, with_dots=True)
+    return found and (found[0][0], found[0][0].original.format(*found[1]))
+
+
+def _rules(
+    layout: Layout, side: str, name: str, *, with_dots: bool = False
+) -> tuple[tuple[Rule, ...], tuple[str, ...]] | None:
+    for rules, pattern in _index(layout, side, with_dots or "." in name).get(_shape_of(name), ()):
+        if match := pattern.fullmatch(name):
+            return rules, match.groups()
     return None
 
 

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.lora_format.keys import kohya_name, resolve
+from lora_trainer.lora_format.keys import ONE_TEXT_ENCODER, resolve
 from lora_trainer.lora_format.kinds.lora import LoraPair
-from lora_trainer.lora_format.kohya import kohya_pairs
+from lora_trainer.lora_format.kohya import kohya_pairs, plain_name
 from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.families import FAMILIES
+from lora_trainer.models.lora_names import names_of
 
 BLOCK = st.sampled_from(["down_blocks", "up_blocks"])
 INDEX = st.integers(0, 12).map(str)
@@ -38,21 +39,22 @@ def modules_of(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
 @given(PATHS)
 def test_round_trip(family: str, module: str) -> None:
-    prefixes = FAMILIES[family].lora_files.prefixes
-    assert modules_of(kohya_name(module, prefixes)) == (module,)
+    assert modules_of(plain_name(module, names_of(FAMILIES[family]))) == (module,)
 
 
 def test_keys_are_those_that_other_programs_expect() -> None:
     module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
-    assert kohya_name(module) == "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+    assert (
+        plain_name(module, ONE_TEXT_ENCODER) == "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+    )
     text = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
-    assert kohya_name(text) == "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
+    assert plain_name(text, ONE_TEXT_ENCODER) == "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
 
 
 def test_the_size_embedding_has_the_name_that_every_program_knows() -> None:
     for layer, name in (("linear_1", "label_emb_0_0"), ("linear_2", "label_emb_0_2")):
         module = f"unet.add_embedding.{layer}"
-        assert kohya_name(module) == f"lora_unet_{name}"
+        assert plain_name(module, ONE_TEXT_ENCODER) == f"lora_unet_{name}"
         assert modules_of(f"lora_unet_{name}") == (module,)
         assert modules_of(f"lora_unet_add_embedding_{layer}") == (module,)  # as others may write it
 
