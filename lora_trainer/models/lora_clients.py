@@ -82,10 +82,10 @@ def _comfyui_of(file: Inspected, family: Family | None, kinds: Sequence[Kind]) -
         return Client(name, "not", f"it knows no names that begin with {network.prefix}_; convert --to lora")
     if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
         return Client(name, "unknown")
-    if REWRITTEN.keys() & file.weights.metadata.keys():
-        return Client(
-            name, "whole", f"and this program; the magnitudes are for ComfyUI's {file.kind} of 0.3.64 and newer"
-        )
+    own = [kind.title for kind in kinds if kind.rewritten.keys() & file.weights.metadata.keys()]
+    if own:
+        why = f"and this program; the magnitudes are for ComfyUI's {own[0]} of 0.3.64 and newer"
+        return Client(name, "whole", why)
     reads, why = max((kind.comfyui for kind in kinds), key=lambda each: (each[0] != "whole", each[1] != ""))
     return Client(name, reads, why)
 
