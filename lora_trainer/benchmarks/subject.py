@@ -223,7 +223,7 @@ def public_subject(
     if (scale := config.loss.guidance_target) is not None:
         empty = {name: torch.zeros(shape) for name, shape in cond_shapes.items()}
         guidance = make_guidance_target(scale, context.denoiser, empty, context.device, context.dtype)
-        context = replace(context, guidance=guidance)
+        context = guidance.applied_to(context)
     copied = make_copier(context.device, context.dtype)
 
     def micros(step: int) -> list[MicroBatch]:

@@ -295,7 +295,7 @@ def _step_context(subject: Subject) -> StepContext:
         average=None,
         shown=dict,
         optimizer=torch.optim.SGD(list(masters.values())),
-        scaler=None,
+        scaler=torch.amp.GradScaler(enabled=False),
         reduce=None,
         device=META,
         dtype=subject.dtype,

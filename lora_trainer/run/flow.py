@@ -102,7 +102,7 @@ from lora_trainer.training.state import OomFallback, TrainState
 from lora_trainer.training.texts import encode_validation_captions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from lora_trainer.evaluation.evidence import RealImages
@@ -228,7 +228,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
     if (scale := config.loss.guidance_target) is not None:
         empty = data.texts.read(data.empty_key)
         guidance = make_guidance_target(scale, context.denoiser, empty, context.device, context.dtype)
-        context = replace(context, guidance=guidance)
+        context = guidance.applied_to(context)
     if not config.cache.latents:
         console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")
         fresh = fresh_latents(config, inputs, session.choices, session.processes.world)
@@ -288,9 +288,7 @@ def make_run(session: Session, context: StepContext, feed: Feed, images: RealIma
         context = replace(context, phase=profiler.phase)
     weight = WEIGHTINGS[config.loss.weighting](config.loss, context.process)
 
-    own: Callable[..., Tensor] = partial(context.predict, context.denoiser)
-    if context.guidance is not None:
-        own = context.guidance.unguided(context.predict, context.denoiser)
+    own = partial(context.predict, context.denoiser) if context.validated is None else context.validated(context)
 
     def predict(*arguments: Any) -> Tensor:
         with contextlib.nullcontext() if context.is_sharded else abortable():

@@ -31,7 +31,7 @@ from lora_trainer.training.attention import set_up_attention
 from lora_trainer.training.compiling import compile_if_enabled
 from lora_trainer.training.layer_options import layer_option_notes, limit_timestep_ranks, option_notes, with_loraplus
 from lora_trainer.training.network_weights import add_training_adapter, start_from_file
-from lora_trainer.training.step import Built, Guard, StepContext
+from lora_trainer.training.step import Built, Guard, StepContext, cached_conditioning, nothing_more
 from lora_trainer.training.texts import build_texts
 from lora_trainer.training.torch_settings import hardware_note, set_memory_order, try_convolutions
 
@@ -74,7 +74,7 @@ def build_step_context(
     optimizer = make_optimizer(adapter.masters, config.optimizer, other_lrs)
     average = make_average(config, adapter)
     process = trained_process(family.denoiser.make_process(facts.path), config, device)
-    scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     moves = config.memory.offload_activations and device.type == "cuda"
     size = f"{built.modules} modules, {adapter.size:,} trainable parameters"
     stored = ", in bf16 with stochastic rounding" if is_rounded else ""
@@ -99,7 +99,7 @@ def build_step_context(
         device=device,
         dtype=dtype,
         clip=make_clip(config.optimizer),
-        guard=choose_guard(config, device, scaled=scaler is not None),
+        guard=choose_guard(config, device, scaled=scaler.is_enabled()),
         compiled=compiled,
         optimizer_waits=OPTIMIZERS[config.optimizer.name].waits_for_gpu,
         await_gpu=processes.await_gpu,
@@ -108,8 +108,9 @@ def build_step_context(
         compressed_to={"fp16": torch.float16, "bf16": torch.bfloat16}.get(config.train.gradient_compression or ""),
         texts=texts,
         shares=shares_of(adapter.masters, config.optimizer, other_lrs),
-        timestep_rank=limit_timestep_ranks(config, denoiser, process),
-        add_noise=make_gradient_noise(adapter.masters, config.optimizer, config.train.seed),
+        conditioning=texts.conditioning if texts else cached_conditioning,
+        limit_rank=limit_timestep_ranks(config, denoiser, process),
+        add_noise=make_gradient_noise(adapter.masters, config.optimizer, config.train.seed) or nothing_more,
         bf16_step=make_bf16_step(optimizer, adapter.masters, config.train.seed) if is_rounded else None,
         built=replace(built, notes=(*lines, *built.notes)),
     )

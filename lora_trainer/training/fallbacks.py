@@ -78,8 +78,7 @@ def step_with_fallbacks(
     settings = StepSettings(lr, state.step, momentum, state.control.clip_scale)
     is_changed = fit != state.fit
     with stopping.step(state) as gradients_are_there:
-        if context.joined is not None:
-            context.joined.begin_step(state.step)
+        context.joined.begin_step(state.step)
         while True:
             fitting = split_micro_batches(micro_batches, fit.micro)
             try:

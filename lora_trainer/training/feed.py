@@ -54,7 +54,7 @@ def make_feed(
 
     def groups_of(refs: tuple[Ref, ...]) -> tuple[tuple[Ref, ...], ...]:
         groups = split_micros(refs, lambda ref: data.shape(ref, seed), micro)
-        if context.joined is None:
+        if not context.is_joined:
             return groups
         shapes = {group: data.shape(group[0], seed) for group in groups}
         return tuple(

@@ -82,7 +82,7 @@ def check_weights_are_finite(run: Run, state: TrainState, reporter: Reporter) ->
 
 def has_overflowed(run: Run, result: StepResult) -> bool:
     """Whether a step is not finite only because fp16's scale was too high, which the scaler corrects."""
-    return run.context.scaler is not None and math.isfinite(float(result.loss))
+    return run.context.scaler.is_enabled() and math.isfinite(float(result.loss))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.training.step import plain_target
 
 if TYPE_CHECKING:
     from lora_trainer.evaluation.validation_loss import Predict
+    from lora_trainer.training.micro_batch import MicroBatch
+    from lora_trainer.training.step import StepContext
 
 PredictWith = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
@@ -48,23 +51,23 @@ class GuidanceTarget:
         with without_adapter(denoiser):
             return predict(denoiser, noisy, t, {**empty, **controls_of(own)}, sizes).float()
 
-    def move(
-        self,
-        target: Tensor,
-        predict: PredictWith,
-        denoiser: nn.Module,
-        inputs: tuple[Tensor, Tensor, Mapping[str, Tensor], Tensor],
-    ) -> Tensor:
+    def moved(self, context: StepContext, micro: MicroBatch, noisy: Tensor) -> Tensor:
         """The target u + g (target - u) [B, C, h, w]. Each sample's is its own, so a step may be split."""
-        u = self.without_caption(predict, denoiser, inputs)
+        target = plain_target(context, micro, noisy)
+        u = self.without_caption(context.predict, context.denoiser, (noisy, micro.t, micro.cond, micro.sizes))
         return u + self.scale * (target - u)
 
-    def unguided(self, predict: PredictWith, denoiser: nn.Module) -> Predict:
+    def applied_to(self, context: StepContext) -> StepContext:
+        """The context whose steps have this target, and whose validation losses are unguided."""
+        return replace(context, target=self.moved, validated=self.unguided)
+
+    def unguided(self, context: StepContext) -> Predict:
         """Predictions with the guidance divided out: u + (p - u) / g.
 
         Their error from the plain target is the training error divided by g, so that validation losses are those that
         training lowers, and of the size of any other model's.
         """
+        predict, denoiser = context.predict, context.denoiser
 
         def predict_unguided(noisy: Tensor, t: Tensor, cond: Mapping[str, Tensor], sizes: Tensor) -> Tensor:
             u = self.without_caption(predict, denoiser, (noisy, t, cond, sizes))

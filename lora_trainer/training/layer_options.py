@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_trainer.adapters.adapter_kinds import adapter_kind, denoiser_options
 from lora_trainer.adapters.base import AS_USUAL, AdapterOptions
@@ -17,6 +18,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.models.folder import read_config
 from lora_trainer.optim.layers import like
+from lora_trainer.training.step import whole_rank
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import Config, LoraSection
@@ -145,11 +147,13 @@ def option_notes(lora: LoraSection) -> list[str]:
     return notes
 
 
-def limit_timestep_ranks(config: Config, denoiser: nn.Module, process: Process) -> TimestepRank | None:
-    """Let the denoiser's LoRA train fewer rows at high noise (`lora.timestep_min_rank`); None where that is not set."""
+def limit_timestep_ranks(
+    config: Config, denoiser: nn.Module, process: Process
+) -> Callable[[Tensor], AbstractContextManager[None]]:
+    """What lets the denoiser's LoRA train fewer rows at high noise (`lora.timestep_min_rank`), around the passes at t [B]."""
     least, limit_ranks = config.lora.timestep_min_rank, adapter_kind(config).limit_ranks
     if least is None or limit_ranks is None:
-        return None
+        return whole_rank
     limit = TimestepRank(least, config.lora.timestep_rank_exponent, process.timesteps)
     limit_ranks(denoiser, limit)
-    return limit
+    return limit.limited

@@ -41,6 +41,12 @@ class MicroBatch:
     captions: tuple[Caption, ...] = ()  # B, where text encoders are trained: `cond` is then from frozen ones alone
     copied: torch.cuda.Event | None = None  # on a GPU: the stream that uses it waits for this
     is_idle: bool = False  # of weight 0: it only takes the passes that other processes need (`memory.fsdp`)
+    keeps_base: bool = False  # its target is the base's own prediction (`loss.output_preservation_weight`)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its losses are those of the step's samples."""
+        return not self.is_idle and not self.keeps_base
 
     @property
     def bytes(self) -> int:
@@ -121,6 +127,7 @@ class MicroBatch:
             None if self.mask is None else change(self.mask),
             self.captions,
             is_idle=self.is_idle,
+            keeps_base=self.keeps_base,
         )
 
 

@@ -74,7 +74,7 @@ def swap_fallbacks(run: Run) -> list[int]:
     planned, compiled = run.planned.swapped or 0, run.context.compiled
     frees_nothing = run.context.device.type == "cpu" and not planned
     has_graphs = compiled is not None and compiled.on and compiled.mode in WITH_GRAPHS
-    if run.config.memory.blocks_to_swap == 0 or frees_nothing or has_graphs or run.context.joined is not None:
+    if run.config.memory.blocks_to_swap == 0 or frees_nothing or has_graphs or run.context.is_joined:
         return [planned]
     blocks = len(swappable_blocks(run.context.denoiser))
     more = {max(2 * planned, -(-blocks // 4)), max(2 * planned, -(-blocks // 2)), blocks}
@@ -88,7 +88,7 @@ def checkpointed(run: Run, fit: OomFallback) -> int:
 
 def swapped(run: Run, fit: OomFallback) -> int:
     """Number of swapped blocks, likewise."""
-    if run.context.joined is not None:
+    if run.context.is_joined:
         return run.planned.swapped or 0
     return max(run.planned.swapped or 0, fit.swapped or 0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -24,13 +24,10 @@ from lora_trainer.optim.optimizers import set_lr
 if TYPE_CHECKING:
     from lora_trainer.adapters.averages import Average, Shown
     from lora_trainer.adapters.masters import Adapter
-    from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.diffusion.loss import Loss
     from lora_trainer.diffusion.process import Process
     from lora_trainer.models.compiled import Compiled
     from lora_trainer.optim.clipping import Clip
-    from lora_trainer.optim.random_updates import AddNoise, TakeStep
-    from lora_trainer.training.guidance import GuidanceTarget
     from lora_trainer.training.micro_batch import MicroBatch
     from lora_trainer.training.step_phases import PhaseRange
     from lora_trainer.training.texts import TrainedTexts
@@ -39,6 +36,30 @@ if TYPE_CHECKING:
 # the optimizer itself, on the device; or not at all, and the step is repeated once it is found.
 Guard = Literal["ahead", "on_device", "late"]
 Predict = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]
+Evaluated = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], Tensor]  # `Predict` of one denoiser
+# What the denoiser should predict for noisy latents [B, C, h, w] of a micro-batch.
+Target = Callable[["StepContext", "MicroBatch", Tensor], Tensor]
+
+
+def plain_target(context: StepContext, micro: MicroBatch, noisy: Tensor) -> Tensor:
+    """Noise, velocity or flow: what the denoiser was trained on [B, C, h, w]."""
+    del noisy
+    return context.process.target(micro.latents, micro.noise, micro.t)
+
+
+def cached_conditioning(micro: MicroBatch) -> Mapping[str, Tensor]:
+    """The text embeddings as they were cached."""
+    return micro.cond
+
+
+def nothing_more(*_: object) -> None:
+    """Where a step has nothing more to do."""
+
+
+def whole_rank(t: Tensor) -> AbstractContextManager[None]:
+    """All rows of the LoRA are trained at all timesteps t [B]."""
+    del t
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -73,8 +94,11 @@ class StepSettings:
 class JoinedStep:
     """What a run calls whose passes are joined with those of other runs on its base (`run_group.py`)."""
 
-    begin_step: Callable[[int], None]
-    backward: Callable[[], None]  # computes the gradients, once the prediction has its own
+    begin_step: Callable[[int], None] = nothing_more
+    backward: Callable[[], None] = nothing_more  # computes the gradients, once the prediction has its own
+
+
+ALONE = JoinedStep()
 
 
 @dataclass(frozen=True)
@@ -93,7 +117,7 @@ class StepContext:
     average: Average | None
     shown: Shown
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
+    scaler: torch.amp.GradScaler  # of fp16's losses; not enabled in any other precision
     reduce: Callable[[Tensor], Tensor] | None
     device: torch.device
     dtype: torch.dtype
@@ -106,14 +130,20 @@ class StepContext:
     world: int = 1
     compressed_to: torch.dtype | None = None  # the precision that gradients are summed in over processes; None: fp32
     texts: TrainedTexts | None = None
-    guidance: GuidanceTarget | None = None  # `loss.guidance_target`
+    conditioning: Callable[[MicroBatch], Mapping[str, Tensor]] = cached_conditioning
+    target: Target = plain_target
+    validated: Callable[[StepContext], Evaluated] | None = None  # what validation losses are of, where not `predict`
     shares: tuple[float, ...] = ()  # factor on the learning rate of each parameter group; empty: 1
     built: Built = Built()
     phase: PhaseRange = nullcontext  # a range around each phase, for a profile
-    timestep_rank: TimestepRank | None = None  # `lora.timestep_min_rank`
-    add_noise: AddNoise | None = None  # to the gradients, after clipping
-    bf16_step: TakeStep | None = None  # in place of the optimizer's own, where weights are bf16 alone
-    joined: JoinedStep | None = None
+    limit_rank: Callable[[Tensor], AbstractContextManager[None]] = whole_rank  # `lora.timestep_min_rank`, at t [B]
+    add_noise: Callable[[int], object] = nothing_more  # to the gradients of a step, after clipping
+    bf16_step: Callable[[int], object] | None = None  # in place of the optimizer's, where weights are bf16 alone
+    joined: JoinedStep = ALONE
+
+    @property
+    def is_joined(self) -> bool:
+        return self.joined is not ALONE
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -194,52 +224,69 @@ def train_step(
             context.compiled.begin_step()
         with context.phase("copy"):
             micro = micro.to(context.device, context.dtype)
-        with nullcontext() if context.timestep_rank is None else context.timestep_rank.limited(micro.t):
+        with context.limit_rank(micro.t):
             loss, sample_losses = backward(context, micro, samples)
         total += loss
-        losses = losses if micro.is_idle else (*losses, sample_losses)
-    summed, flats = list[list[Tensor]](), list[Tensor]()
-    if context.reduce is not None:
-        losses = (place_in_step(context, losses, samples),)
-        gradients = all_gradients(context.masters)
-        # What is summed at once: losses are never compressed.
-        summed = [[total, *losses], gradients] if context.compressed_to else [[total, *losses, *gradients]]
-        flats = [torch.cat([each.flatten() for each in some]) for some in summed]
-        flats[-1] = flats[-1].to(context.compressed_to)
+        if micro.is_counted:
+            losses = (*losses, sample_losses)
+    sums = sums_of_step(context, total, losses, samples)
     # After all processes have settled, one alone cannot repeat the step.
     with nullcontext() if context.reduce is None else changing_weights(OomDuringAllReduce):
         gradients_are_there()
-        if context.reduce is not None:
-            with context.phase("all_reduce"):
-                for flat, some in zip(flats, summed, strict=True):
-                    spread(context.reduce(flat), some)
+        sums.add_up(context)
         set_lr(context.optimizer, settings.lr, context.shares, settings.momentum)
         norm, skipped = update(context, total, settings)
     # A product, since the scaler changes its own in place; on the device, so that nothing waits.
-    scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler else None
-    return StepResult(total, norm, losses, context.guard, skipped, samples, scale)
+    scale = context.scaler.scale(torch.ones((), device=context.device)) if context.scaler.is_enabled() else None
+    return StepResult(total, norm, sums.losses, context.guard, skipped, samples, scale)
 
 
 def backward(context: StepContext, micro: MicroBatch, samples: int) -> tuple[Tensor, Tensor]:
     """Forward and backward of one micro-batch: its part of the step's loss [] and its samples' own [B], detached."""
     abort_if_late()
-    process = context.process
     with context.phase("forward"):
-        noisy = process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
-        target = process.target(micro.latents, micro.noise, micro.t)
-        if context.guidance is not None:  # before the pass that autograd keeps, so that both are never in memory
-            inputs = (noisy, micro.t, micro.cond, micro.sizes)
-            target = context.guidance.move(target, context.predict, context.denoiser, inputs)
-        cond = micro.cond if context.texts is None else context.texts.encode(micro.captions, micro.cond)
+        noisy = context.process.add_noise(micro.latents, micro.added, micro.t).to(context.dtype)
+        # Before the pass that autograd keeps: a target that takes a pass of its own is never in memory beside it.
+        target = context.target(context, micro, noisy)
+        cond = context.conditioning(micro)
         predicted = context.predict(context.denoiser, noisy, micro.t, cond, micro.sizes)
         losses = context.loss(predicted, target, micro.t, micro.mask) * micro.weights
         loss = losses.sum() / samples
     with context.phase("backward"):
-        (loss if context.scaler is None else context.scaler.scale(loss)).backward()
-        if context.joined is not None:
-            context.joined.backward()
+        context.scaler.scale(loss).backward()
+        context.joined.backward()
         context.adapter.collect_gradients()
     return loss.detach(), losses.detach()
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What a step adds up over all processes: nothing in a run of one. `losses` are then those of the whole step.
+
+    `flats` are flat copies of `parts`: what is added up at once.
+    """
+
+    losses: tuple[Tensor, ...]
+    flats: tuple[Tensor, ...] = ()
+    parts: tuple[list[Tensor], ...] = ()
+
+    def add_up(self, context: StepContext) -> None:
+        for flat, parts in zip(self.flats, self.parts, strict=True):
+            assert context.reduce is not None
+            with context.phase("all_reduce"):
+                spread(context.reduce(flat), parts)
+
+
+def sums_of_step(context: StepContext, total: Tensor, losses: tuple[Tensor, ...], samples: int) -> StepSums:
+    """The loss, the samples' losses and the gradients, in flat tensors. Losses are never compressed."""
+    if context.reduce is None:
+        return StepSums(losses)
+    placed = place_in_step(context, losses, samples)
+    gradients = all_gradients(context.masters)
+    parts = ([total, placed], gradients) if context.compressed_to else ([total, placed, *gradients],)
+    flats = [torch.cat([each.flatten() for each in some]) for some in parts]
+    flats[-1] = flats[-1].to(context.compressed_to)
+    return StepSums((placed,), tuple(flats), parts)
 
 
 def place_in_step(context: StepContext, losses: tuple[Tensor, ...], samples: int) -> Tensor:
@@ -273,11 +320,9 @@ def update(context: StepContext, loss: Tensor, settings: StepSettings) -> tuple[
     """
     scaler, optimizer = context.scaler, context.optimizer
     with context.phase("clip"):
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
         norm = context.clip(context.masters, settings.clip_scale)
-        if context.add_noise is not None:
-            context.add_noise(settings.step)
+        context.add_noise(settings.step)
     if context.guard == "ahead" or context.optimizer_waits:
         context.await_gpu()
     # The scaler's own `step` would check gradients alone, and wait for the GPU.
@@ -288,8 +333,7 @@ def update(context: StepContext, loss: Tensor, settings: StepSettings) -> tuple[
             step_if(optimizer, torch.isfinite(loss) & torch.isfinite(norm), take)
         elif not skipped:
             take()
-        if scaler is not None:
-            scaler.update()
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         context.adapter.copy_to_model()
     return norm, skipped
@@ -311,6 +355,6 @@ def abort_step(context: StepContext) -> None:
     """Undo an unfinished step: it can be repeated as if for the first time."""
     for parameter in (*context.masters, *context.adapter.copies.values()):
         parameter.grad = None
-    if (scaler := context.scaler) is not None:
-        scaler.scale(torch.zeros((), device=context.device))  # creates its state, else made with the first loss
-        scaler.update(scaler.get_scale())  # the same scale; resets that gradients were unscaled
+    scaler = context.scaler
+    scaler.scale(torch.zeros((), device=context.device))  # creates its state, else made with the first loss
+    scaler.update(scaler.get_scale())  # the same scale; resets that gradients were unscaled

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
     from lora_trainer.evaluation.validation_loss import EncodedSample
     from lora_trainer.optim.optimizers import Rates
+    from lora_trainer.training.micro_batch import MicroBatch
 
 Encode = Callable[[Sequence[Caption], Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -47,6 +48,10 @@ class TrainedTexts:
     lrs: Rates
     shapes: Mapping[str, tuple[int, ...]]
     notes: tuple[str, ...]
+
+    def conditioning(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        """Conditioning of a micro-batch's captions, with gradients."""
+        return self.encode(micro.captions, micro.cond)
 
 
 def build_texts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,13 +42,16 @@ def test_the_target_is_guided_and_its_error_divided_by_the_scale(scale: float, s
     empty, caption = torch.randn(3, generator=draw), torch.randn(rows, 3, generator=draw)
     t, sizes = torch.zeros(rows), torch.zeros(rows, 6)
     guidance = make_guidance_target(scale, layers, {"embeds": empty}, torch.device("cpu"), torch.float32)
-    moved = guidance.move(target, predict, layers, (noisy, t, {"embeds": caption}, sizes))
+    process = SimpleNamespace(target=lambda *_: target)
+    context = SimpleNamespace(predict=predict, denoiser=layers, process=process)
+    micro = SimpleNamespace(latents=None, noise=None, t=t, cond={"embeds": caption}, sizes=sizes)
+    moved = guidance.moved(context, micro, noisy)
     u = frozen(noisy + empty)
     torch.testing.assert_close(moved, u + scale * (target - u), rtol=1e-5, atol=1e-5)
     assert not moved.requires_grad
     predicted = predict(layers, noisy, t, {"embeds": caption}, sizes)
     assert not torch.equal(predicted, frozen(noisy + caption)), "the adapter is on again"
-    unguided = guidance.unguided(predict, layers)(noisy, t, {"embeds": caption}, sizes)
+    unguided = guidance.unguided(context)(noisy, t, {"embeds": caption}, sizes)
     torch.testing.assert_close((unguided - target) * scale, predicted - moved, rtol=1e-3, atol=1e-4)
 
 

@@ -54,7 +54,7 @@ def make_step_context(unet: nn.Module, dtype: torch.dtype = torch.float32, **cha
         average=None,
         shown=lambda: adapter.masters,
         optimizer=make_optimizer(adapter.masters, OptimizerSection(name=name)),
-        scaler=None,
+        scaler=torch.amp.GradScaler(enabled=False),
         reduce=None,
         device=torch.device("cpu"),
         dtype=dtype,

@@ -71,7 +71,7 @@ def builder(
             average=None,
             shown=lambda: adapter.masters,
             optimizer=make_optimizer(adapter.masters, section),
-            scaler=None,
+            scaler=torch.amp.GradScaler(enabled=False),
             reduce=None,
             device=CPU,
             dtype=torch.float64,
@@ -113,8 +113,7 @@ def train_alone(base: nn.Module, build: Built, data: Sequence[Sequence[MicroBatc
 
 def train(context: StepContext, data: Sequence[Sequence[MicroBatch]]) -> dict[str, Tensor]:
     for step, micros in enumerate(data):
-        if context.joined is not None:
-            context.joined.begin_step(step)
+        context.joined.begin_step(step)
         train_step(context, micros, sum(len(each.t) for each in micros), StepSettings(lr_of(context), step))
     return {name: value.detach().clone() for name, value in context.adapter.masters.items()}
 

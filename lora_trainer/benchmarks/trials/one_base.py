@@ -206,7 +206,7 @@ def joint_runs(group: RunGroup, count: int, build: Callable[[int, Member], Bench
         nonlocal taken, is_open
         try:
             context = (subject := build(number, member)).context
-            assert context.joined is not None, "the runs have one layout"
+            assert context.is_joined, "the runs have one layout"
             member.say = lambda line: None if line in made.lines else made.lines.append(line)
             way, begin, step = own_way(context, inputs_of(subject)), context.joined.begin_step, -1
             while is_open:

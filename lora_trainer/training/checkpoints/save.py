@@ -61,7 +61,7 @@ def take(run: Run, state: TrainState, buffers: Buffers | None = None) -> Checkpo
         adapter=copy_to_cpu({**context.adapter.masters, **context.adapter.fixed}, into, "adapter"),
         average=None if average is None else copy_to_cpu(average, into, "average"),
         optimizer=unflatten(rest, copy_to_cpu(tensors, into)),
-        scaler=context.scaler.state_dict() if context.scaler else None,
+        scaler=context.scaler.state_dict() if context.scaler.is_enabled() else None,
         settings=run.settings,
     )
 
@@ -230,7 +230,7 @@ def restore(run: Run, start: Checkpoint) -> TrainState:
     assert start.optimizer is not None
     with torch.no_grad(), seen_in_fp32(context.adapter.masters):
         context.optimizer.load_state_dict(start.optimizer)
-    if context.scaler and start.scaler:
+    if start.scaler:
         context.scaler.load_state_dict(start.scaler)
     return start.state
 
