@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_trainer.cli.main import main
 from lora_trainer.core.grid import image_name
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet
-from lora_trainer.export.lora_file import read_lora
+from lora_trainer.lora_format.reading import read_lora
 
 RANKS = (8, 4, 2, 1)
 SEED = 3

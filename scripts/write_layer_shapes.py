@@ -20,8 +20,8 @@ sys.path[:0] = [str(CHECKOUT)]
 
 from lora_trainer.core.families import FOLDER, families  # noqa: E402
 from lora_trainer.core.io import write_text  # noqa: E402
-from lora_trainer.export.layout import split_numbers  # noqa: E402
-from lora_trainer.export.weights import shapes_of  # noqa: E402
+from lora_trainer.lora_format.layouts import split_numbers  # noqa: E402
+from lora_trainer.lora_format.weights import shapes_of  # noqa: E402
 from lora_trainer.models.families import FAMILIES  # noqa: E402
 from lora_trainer.models.published import public_forms  # noqa: E402
 

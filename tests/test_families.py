@@ -26,7 +26,7 @@ NAMED_IN_MORE = {
 }
 REMOVED = "lumina2"
 WHOLE = ("lora_trainer", "presets", "scripts", "tests")
-ROOMS = ("models", "recipes", "export", "importers")  # of tests over all families
+ROOMS = ("models", "recipes", "lora_format", "importers")  # of tests over all families
 NAMES_OF_OTHERS = ("tests/models/single/test_quantized.py",)  # ComfyUI-GGUF calls Z-Image's architecture so
 READ = (".py", ".json", ".toml", ".js", ".css", ".html")
 VOCABULARY = "models/single/clip/tokenizer.json"  # which has every word

@@ -30,6 +30,7 @@ TORCH_FREE = (
     "lora_trainer.data.images.worker",
     "lora_trainer.data.sources.read",
     "lora_trainer.data.images.spans",
+    "lora_trainer.lora_format.kinds",
     "lora_trainer.models.detection",
     "lora_trainer.models.family",
     "lora_trainer.models.published",

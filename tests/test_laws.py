@@ -15,6 +15,8 @@ from types import FrameType
 
 import pytest
 
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
+from lora_trainer.lora_format.kinds import KINDS, LORA
 from lora_trainer.training import fallbacks
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
@@ -47,7 +49,6 @@ SHARED_MODULE_NAMES = frozenset(
     "attention batch bench best cache convert errors folder imports inputs kohya layers measures memory metrics plan "
     "presets reading sample split steps store texts unet worker".split()
 )
-
 BANNED = re.compile(
     r"\b(told|hangs? on|hung on|stands? in|stood in|go(?:es|ing)? on|went on|as ever|mend(?:s|ed|ing)?|pictures?|data sets?"
     r"|rungs?|ledgers?|processors?)\b",
@@ -165,12 +166,38 @@ def test_a_name_means_one_thing(checkout: Path) -> None:
     classes, modules = defaultdict(set), defaultdict(set)
     for file in of_package(checkout):
         path = Path(file.name)
-        if path.stem != "__init__" and not {"families", "sources", "hooks"} & set(path.parts):
+        if path.stem != "__init__" and not {"families", "kinds", "sources", "hooks"} & set(path.parts):
             modules[path.stem].add(file.name)
         for name in file.classes:
             classes[name].add(file.name)
     assert {each: places for each, places in classes.items() if len(places) > 1} == {}
     assert {each for each, places in modules.items() if len(places) > 1} <= SHARED_MODULE_NAMES
+
+
+def names_in_code(text: str) -> set[str]:
+    """The texts and imported modules of a file: not its comments, and its sentences only as a whole."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").rpartition(".")[2])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(ADAPTERS) - {LORA}))
+def test_an_adapter_kind_is_two_files(name: str, checkout: Path) -> None:
+    """Its name, its title, and the names of its tensors; but for the values of settings and what other programs call it."""
+    kind = KINDS[name]
+    own = {f"lora_trainer/adapters/{name}.py", f"lora_trainer/lora_format/kinds/{name}.py"}
+    marks = re.compile(rf"\.?(?:{name}|{kind.title}|{kind.algorithm}|(?:{'|'.join(kind.parts)})(?!factor).*)")
+    found = {
+        file.name
+        for file in of_package(checkout)
+        if not file.name.startswith(("lora_trainer/importers/", "lora_trainer/config/schema/"))
+        and any(map(marks.fullmatch, names_in_code((checkout / file.name).read_text("utf-8"))))
+    }
+    assert found == own
 
 
 def test_problems_and_findings_have_codes(checkout: Path) -> None:

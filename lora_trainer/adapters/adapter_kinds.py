@@ -1,6 +1,7 @@
-"""The kinds of adapters, by name, and the one that a run trains. A kind is one file and one entry in `ADAPTERS`.
+"""The kinds of adapters, by name, and the one that a run trains.
 
-Torch is loaded only with a kind.
+A kind is two files of one name: here the one that trains it, loaded with torch where it is used, and in `lora_format/kinds/` its
+change in files, with what is known of it without torch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lora_trainer.adapters.base import PLUS, AdapterKind, AdapterOptions, AdapterSpec
+from lora_trainer.adapters.base import AdapterKind, AdapterOptions, AdapterSpec
 from lora_trainer.core.randomness import position_key
+from lora_trainer.lora_format.kinds import KINDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,63 +21,15 @@ if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
 
 
-def _kind(name: str) -> AdapterKind:
-    """The kind of the file that is named after it, where it has the same name in capitals."""
-    kind: AdapterKind = getattr(import_module(f"lora_trainer.adapters.{name}"), name.upper())
+def _load(name: str) -> AdapterKind:
+    kind: AdapterKind = import_module(f"lora_trainer.adapters.{name}").KIND
     return kind
 
 
-OF_A_KRONECKER_PRODUCT = {"lokr_factor": "only a Kronecker product has factors"}
-NO_PROJECTIONS = dict.fromkeys((*PLUS, "init_lora_weights"), "it is about the up and down projections of a LoRA")
 ADAPTERS: dict[str, AdapterSpec] = {
-    "lora": AdapterSpec(
-        partial(_kind, "lora"), "LoRA", has_memory_profiles=True, is_checked=True, ignores=OF_A_KRONECKER_PRODUCT
-    ),
-    "dora": AdapterSpec(
-        partial(_kind, "dora"),
-        "DoRA",
-        "exact in LyCORIS; ComfyUI 0.3.64 and newer compute a DoRA differently (lora-trainer convert --to comfyui)",
-        diffusers_entry="",
-        is_checked=True,
-        ignores={
-            "init_lora_weights": "its magnitudes start at the norms of the base model's own weights",
-            **OF_A_KRONECKER_PRODUCT,
-        },
-    ),
-    "lokr": AdapterSpec(
-        partial(_kind, "lokr"),
-        "LoKr",
-        "exact in LyCORIS and ComfyUI",
-        learning_rate="its best learning rate was 10 times a LoRA's in our measurements (docs/benchmarks.md)",
-        diffusers_entry="diffusers: LoKr",
-        is_checked=True,
-        ignores={**NO_PROJECTIONS, "timestep_min_rank": "a whole w2 has no rows that could be left out"},
-    ),
-    "loha": AdapterSpec(
-        partial(_kind, "loha"),
-        "LoHa",
-        "exact in LyCORIS and ComfyUI",
-        learning_rate="its best learning rate was 10 times a LoRA's in our measurements (docs/benchmarks.md)",
-        is_checked=True,
-        ignores={
-            **NO_PROJECTIONS,
-            "timestep_min_rank": "each sample would need a matrix of its own as large as the weight",
-            **OF_A_KRONECKER_PRODUCT,
-        },
-    ),
-    "oft": AdapterSpec(
-        partial(_kind, "oft"),
-        "OFT",
-        "exact in LyCORIS, and in ComfyUI at strength 1",
-        is_checked=True,
-        ignores={
-            **NO_PROJECTIONS,
-            **dict.fromkeys(("alpha", "alpha_pattern", "use_rslora"), "a rotation has no scale"),
-            **dict.fromkeys(("dropout", "dropout_pattern"), "it rotates outputs, and has no input of its own"),
-            "timestep_min_rank": "its rank is the size of a block",
-            **OF_A_KRONECKER_PRODUCT,
-        },
-    ),
+    name: AdapterSpec(partial(_load, name), **vars(kind.facts))
+    for name, kind in KINDS.items()
+    if kind.facts is not None
 }
 
 

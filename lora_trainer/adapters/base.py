@@ -8,27 +8,18 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeVar
 
+from lora_trainer.lora_format.layer_updates import KindFacts
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.core.errors import Problem
-    from lora_trainer.export.lora_file import FileForms
-    from lora_trainer.export.weights import LayerUpdate
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
+    from lora_trainer.lora_format.writing import FileForms
 
 T = TypeVar("T")
 AS_USUAL = "default"  # of `initialization`
-PLUS = ("loraplus_lr_ratio", "loraplus_text_encoder_lr_ratio")
-# Settings of [lora] that not every kind can follow.
-OWN_SETTINGS = (
-    "init_lora_weights",
-    "rank_pattern",
-    "alpha_pattern",
-    "dropout_pattern",
-    *PLUS,
-    "timestep_min_rank",
-    "lokr_factor",
-)
 
 
 @dataclass(frozen=True)
@@ -104,27 +95,7 @@ class AdapterKind:
 
 
 @dataclass(frozen=True)
-class AdapterSpec:
+class AdapterSpec(KindFacts):
     """What is known of a kind without torch, and how to load it."""
 
     load: Callable[[], AdapterKind]
-    title: str = "adapter"  # as people name it
-    readers: str = ""  # how LyCORIS and ComfyUI read its files, where other programs do not read all of them
-    learning_rate: str = ""  # how its learning rate compares with a LoRA's, where they differ much
-    # The entry in a family's `lora_files.readers` without which diffusers cannot load them; "" where it always can.
-    diffusers_entry: str | None = None
-    has_memory_profiles: bool = False  # published models have stored profiles with it
-    is_checked: bool = False  # the LoRA gate reads its files, and images are made with them
-    # Settings of [lora] that it cannot follow, and why.
-    ignores: Mapping[str, str] = field(
-        default_factory=lambda: dict.fromkeys(OWN_SETTINGS, "this kind has no such part")
-    )
-
-    def read_by(self, family_readers: Sequence[str]) -> str:
-        """Which programs read its files of a family with these `lora_files.readers`; empty where all do."""
-        if not self.readers:
-            return ""
-        is_read = self.diffusers_entry == "" or self.diffusers_entry in family_readers
-        return f"{self.readers}; diffusers " + (
-            "loads NAME.diffusers.safetensors" if is_read else "cannot load them for this model family"
-        )

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters import lora
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, put, trained, unlike
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import TINY, DecomposedUpdate, to_lora
-from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name
+from lora_trainer.adapters.injection import ADAPTER, by_module, put, trained, unlike
+from lora_trainer.lora_format.kinds.dora import PEFT_SCALE as MAGNITUDE
+from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.layer_updates import TINY, LayerUpdate, to_lora
+from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 from lora_trainer.models.quantization.store import wide_weight
 
 if TYPE_CHECKING:
     from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.core.errors import Problem
-
-MAGNITUDE = "lora_magnitude_vector"  # peft's name
 
 
 class _Decomposed(nn.Module):
@@ -87,9 +88,7 @@ class DecomposedConv2d(_Decomposed, Conv2d):  # type: ignore[misc]  # peft is un
     """A convolution with a DoRA."""
 
 
-def inject_dora(
-    model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
-) -> dict[str, nn.Parameter]:
+def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
     """Put a DoRA on the modules, in place; return its trainable parameters by name. The low-rank part is a LoRA's."""
     lora.inject_lora(model, modules, options, seed)
     for module in cast("Iterator[Any]", model.modules()):
@@ -105,11 +104,8 @@ def inject_dora(
 
 def updates(values: Mapping[str, Tensor], component: str, options: AdapterOptions) -> Mapping[str, LayerUpdate]:
     """The low-rank part and the magnitude of each module."""
-    ending = f".{MAGNITUDE}.{ADAPTER}"
     magnitudes = {
-        module_name(component, name.removesuffix(ending)): value
-        for name, value in values.items()
-        if name.endswith(ending)
+        module_name(component, module): values[names[MAGNITUDE]] for module, names in by_module(values, "lora_").items()
     }
     return {
         module: DecomposedUpdate(pair, magnitudes[module].view(-1, *[1] * (len(pair.weight_shape) - 1)))
@@ -153,8 +149,8 @@ def start_from(
     return problems
 
 
-DORA = AdapterKind(
-    inject=inject_dora,
+KIND = AdapterKind(
+    inject=inject,
     updates=updates,
     forms=plain_forms,
     is_up=lora.is_up,

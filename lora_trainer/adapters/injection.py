@@ -13,12 +13,10 @@ from torch.nn import functional
 
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
-from lora_trainer.export.updates import to_lora
+from lora_trainer.lora_format.layer_updates import to_lora
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
 if TYPE_CHECKING:
-    from peft import LoHaConfig, LoKrConfig
-
     from lora_trainer.adapters.base import AdapterOptions
 
 ADAPTER = "default"  # peft's name of the only adapter
@@ -52,19 +50,44 @@ def patterns(values: Mapping[str, float], usual: float) -> dict[str, float]:
 
 
 def lycoris_config(
-    kind: type[LoKrConfig | LoHaConfig], modules: Sequence[str], options: AdapterOptions, **more: Any
+    kind: type[PeftConfig], layers: Mapping[str, AdapterOptions], options: AdapterOptions, **more: Any
 ) -> PeftConfig:
-    """peft's config of a kind that scales by alpha / rank alone."""
-    layers = {name: options.of_layer(name) for name in modules}
+    """peft's config of a kind that scales by alpha / rank alone, on layers with options of their own."""
     return kind(
         r=options.rank,
         alpha=options.file_alpha,
         rank_pattern=patterns({name: own.rank for name, own in layers.items()}, options.rank),
         alpha_pattern=patterns({name: own.file_alpha for name, own in layers.items()}, options.file_alpha),
-        target_modules=list(modules),
+        target_modules=list(layers),
         use_effective_conv2d=False,  # its core fails in ComfyUI with torch 2.13
         **more,
     )
+
+
+def inject_factors(
+    config: PeftConfig,
+    model: nn.Module,
+    layers: Mapping[str, AdapterOptions],
+    seed: int,
+    classes: Mapping[type, type],
+    other_shape: Callable[[Any, AdapterOptions], tuple[Any, ...] | None],
+) -> dict[str, nn.Parameter]:
+    """The same with layers of our own `classes` in place of peft's.
+
+    Where peft gave a layer's factors another shape than they should have, `other_shape` returns what makes them anew.
+    """
+    inject(config, model, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, own in layers.items():
+            module: Any = model.get_submodule(name)
+            module.__class__ = classes[type(module)]
+            module.input_dropout = own.dropout
+            if (shape := other_shape(module, own)) is not None:
+                module.create_adapter_parameters(ADAPTER, own.rank, *shape)
+                module.reset_adapter_parameters(ADAPTER)
+                module._move_adapter_to_device_of_base_layer(ADAPTER)
+    return trained(model)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoHaConfig
@@ -16,45 +16,39 @@ from lora_trainer.adapters.injection import (
     ADAPTER,
     ChangedLayer,
     by_module,
-    inject,
+    inject_factors,
     lycoris_config,
     put,
     too_high,
-    trained,
     unlike,
 )
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import HadamardUpdate
-from lora_trainer.export.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.kinds.loha import HadamardUpdate
+from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 
 if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
 
 
-def inject_loha(
-    model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
-) -> dict[str, nn.Parameter]:
+def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
     """Put a LoHa on the modules, in place; return its trainable parameters by name.
 
     delta = (w1_a w1_b) * (w2_a w2_b) * alpha / rank, entry by entry, of a rank up to rank^2. w2_b is 0 at first, the others as in
     peft (Kaiming uniform, from `seed`).
     """
-    inject(lycoris_config(LoHaConfig, modules, options), model, seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name in modules:
-            module, own = cast("Any", model.get_submodule(name)), options.of_layer(name)
-            module.__class__ = {Linear: HadamardLinear, Conv2d: HadamardConv2d}[type(module)]
-            module.input_dropout = own.dropout
-            if not isinstance(module.base_layer, nn.Linear):
-                continue
-            sides = (module.base_layer.out_features, module.base_layer.in_features)
-            if (len(module.hada_w1_a[ADAPTER]), module.hada_w1_b[ADAPTER].shape[1]) != sides:
-                # peft made factors for the packed bytes that nf4 stores a weight as.
-                module.create_adapter_parameters(ADAPTER, own.rank, sides)
-                module.reset_adapter_parameters(ADAPTER)
-                module._move_adapter_to_device_of_base_layer(ADAPTER)
-    return trained(model)
+    layers = {name: options.of_layer(name) for name in modules}
+    config = lycoris_config(LoHaConfig, layers, options)
+    return inject_factors(config, model, layers, seed, {Linear: HadamardLinear, Conv2d: HadamardConv2d}, other_shape)
+
+
+def other_shape(module: Any, own: AdapterOptions) -> tuple[Any, ...] | None:
+    """peft makes factors for the packed bytes that nf4 stores a weight as."""
+    layer = module.base_layer
+    factors = (len(module.hada_w1_a[ADAPTER]), module.hada_w1_b[ADAPTER].shape[1])
+    if not isinstance(layer, nn.Linear) or factors == (layer.out_features, layer.in_features):
+        return None
+    return ((layer.out_features, layer.in_features),)
 
 
 class HadamardLinear(ChangedLayer, Linear):  # type: ignore[misc]  # peft is untyped
@@ -114,4 +108,4 @@ def start_from(
     return []
 
 
-LOHA = AdapterKind(inject=inject_loha, updates=updates, forms=plain_forms, start_from=start_from)
+KIND = AdapterKind(inject=inject, updates=updates, forms=plain_forms, start_from=start_from)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoKrConfig
@@ -16,50 +16,44 @@ from lora_trainer.adapters.injection import (
     ADAPTER,
     ChangedLayer,
     by_module,
-    inject,
+    inject_factors,
     lycoris_config,
     put,
     too_high,
-    trained,
     unlike,
 )
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import KroneckerUpdate
-from lora_trainer.export.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.kinds.lokr import KroneckerUpdate
+from lora_trainer.lora_format.layer_updates import LayerUpdate
+from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 
 if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem
 
 
-def inject_lokr(
-    model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int
-) -> dict[str, nn.Parameter]:
+def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
     """Put a LoKr on the modules, in place; return its trainable parameters by name.
 
     delta = w1 (x) w2 * alpha / rank. The sides of a weight are divided nearly at their square roots, or by `options.factor`. w1
     is 0 at first and w2 as in peft (Kaiming uniform), whole where `rank` is half of its longer side or more, else of that rank.
     """
-    inject(lycoris_config(LoKrConfig, modules, options, decompose_factor=options.factor), model, seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name in modules:
-            module, own = cast("Any", model.get_submodule(name)), options.of_layer(name)
-            module.__class__ = {Linear: KroneckerLinear, Conv2d: KroneckerConv2d}[type(module)]
-            module.input_dropout = own.dropout
-            layer = module.base_layer
-            is_linear = isinstance(layer, nn.Linear)
-            rows = divided(layer.out_features if is_linear else layer.out_channels, own.factor)
-            columns = divided(layer.in_features if is_linear else layer.in_channels // layer.groups, own.factor)
-            if tuple(module.lokr_w1[ADAPTER].shape) != (rows[0], columns[0]):
-                # peft gives w1 the longer side where the factor is above the square root.
-                for factor in (module.lokr_w2, module.lokr_w2_a, module.lokr_w2_b):
-                    factor.clear()
-                shape = (rows, columns, *(() if is_linear else layer.kernel_size))
-                is_whole = own.rank >= max(rows[1], columns[1]) / 2
-                module.create_adapter_parameters(ADAPTER, own.rank, shape, True, is_whole, False)
-                module.reset_adapter_parameters(ADAPTER)
-                module._move_adapter_to_device_of_base_layer(ADAPTER)
-    return trained(model)
+    layers = {name: options.of_layer(name) for name in modules}
+    config = lycoris_config(LoKrConfig, layers, options, decompose_factor=options.factor)
+    return inject_factors(config, model, layers, seed, {Linear: KroneckerLinear, Conv2d: KroneckerConv2d}, other_shape)
+
+
+def other_shape(module: Any, own: AdapterOptions) -> tuple[Any, ...] | None:
+    """peft gives w1 the longer side where the factor is above the square root."""
+    layer = module.base_layer
+    is_linear = isinstance(layer, nn.Linear)
+    rows = divided(layer.out_features if is_linear else layer.out_channels, own.factor)
+    columns = divided(layer.in_features if is_linear else layer.in_channels // layer.groups, own.factor)
+    if tuple(module.lokr_w1[ADAPTER].shape) == (rows[0], columns[0]):
+        return None
+    for factor in (module.lokr_w2, module.lokr_w2_a, module.lokr_w2_b):
+        factor.clear()
+    is_whole = own.rank >= max(rows[1], columns[1]) / 2
+    return ((rows, columns, *(() if is_linear else layer.kernel_size)), True, is_whole, False)
 
 
 def divided(side: int, factor: int) -> tuple[int, int]:
@@ -168,4 +162,4 @@ def _factor_of(updates: Mapping[str, KroneckerUpdate]) -> int:
     )
 
 
-LOKR = AdapterKind(inject=inject_lokr, updates=updates, forms=plain_forms, start_from=start_from)
+KIND = AdapterKind(inject=inject, updates=updates, forms=plain_forms, start_from=start_from)

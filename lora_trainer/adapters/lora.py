@@ -12,14 +12,16 @@ from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AS_USUAL, AdapterKind, AdapterOptions
-from lora_trainer.adapters.injection import ADAPTER, inject, patterns, put, too_high
-from lora_trainer.export.lora_file import lora_forms
-from lora_trainer.export.weights import LayerUpdate, LoraPair, module_name, weights_from_peft
+from lora_trainer.adapters.injection import ADAPTER, by_module, inject, patterns, put, too_high
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import lora_forms
 from lora_trainer.models.quantization.store import COMPUTED_IN, wide_weight
 
 if TYPE_CHECKING:
     from lora_trainer.adapters.timestep_rank import TimestepRank
     from lora_trainer.core.errors import Problem
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
 
 INITIAL_DOWN, INITIAL_UP = "initial_down", "initial_up"  # buffers, and the ends of their names in checkpoints
 OVERSAMPLED = 8  # columns of a randomized SVD beyond the rank
@@ -188,18 +190,16 @@ def updates(trained: Mapping[str, Tensor], component: str, options: AdapterOptio
 
     Where a part of the weight was moved (`MovedLinear`) they have twice the rank: [up0, up] @ [down; down0 + down].
     """
-    plain = weights_from_peft(trained, component).modules
     found: dict[str, LayerUpdate] = {}
-    for module in {name.partition(".lora_")[0] for name in trained if ".lora_" in name}:
-        own, pair = options.of_layer(module), plain[module_name(component, module)]
-        down, up = pair.down, pair.up
-        alpha = own.file_alpha
+    for module, names in by_module(trained, "lora_").items():
+        down, up = (trained[names[f"lora_{half}.{ADAPTER}.weight"]] for half in "AB")
+        alpha = options.of_layer(module).file_alpha
         if (initial_down := trained.get(f"{module}.{INITIAL_DOWN}")) is not None:
             initial_up = trained[f"{module}.{INITIAL_UP}"].to(up)
             down, up = torch.cat([down, down + initial_down.to(down)]), torch.cat([initial_up, up], dim=1)
             alpha *= 2
         found[module_name(component, module)] = LoraPair(down, up, alpha)
-    return {name: found[name] for name in plain}
+    return found
 
 
 def start_from(
@@ -228,7 +228,7 @@ def is_up(name: str) -> bool:
     return ".lora_B." in name
 
 
-LORA = AdapterKind(
+KIND = AdapterKind(
     inject=inject_lora,
     updates=updates,
     forms=lora_forms,

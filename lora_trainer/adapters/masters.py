@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lora_trainer.lora_format.kinds import BESIDE
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -112,6 +114,6 @@ def make_adapter(
     if has_masters:
         masters = {name: nn.Parameter(each.detach().to(torch.float32, copy=True)) for name, each in parameters.items()}
     for name, parameter in parameters.items():
-        is_wide = ".lora_magnitude_vector." in name  # as large as the weights: bf16 would hide steps
+        is_wide = any(f".{part}." in name for part in BESIDE)  # as large as the weights: bf16 would hide steps
         parameter.data = parameter.data.to(torch.float32 if is_wide else dtype)
     return Adapter(parameters, masters, fixed or {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isqrt
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from lora_trainer.adapters.base import AdapterKind, AdapterOptions
 from lora_trainer.adapters.injection import ADAPTER, by_module, put, trained, unlike
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import RotationUpdate, bounded, rotated, rotation
-from lora_trainer.export.weights import LayerUpdate, module_name
+from lora_trainer.lora_format.kinds.oft import RotationUpdate, bounded, rotated, rotation
+from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
 
 
 class RotatedLayer(nn.Module, BaseTunerLayer):  # type: ignore[misc]  # peft is untyped
@@ -60,7 +63,7 @@ def block_size(layer: nn.Linear | nn.Conv2d, rank: int) -> int:
     return max(each for each in range(1, min(rank, isqrt(outputs)) + 1) if outputs % each == 0)
 
 
-def inject_oft(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
+def inject(model: nn.Module, modules: Sequence[str], options: AdapterOptions, seed: int) -> dict[str, nn.Parameter]:
     """Rotate the outputs of the modules, in place; return the trainable parameters by name, all 0 at first.
 
     Blocks are no larger than the square root of a layer's outputs, since LyCORIS reads none that are fewer than they are large.
@@ -109,4 +112,4 @@ def start_from(
     return []
 
 
-OFT = AdapterKind(inject=inject_oft, updates=updates, forms=plain_forms, start_from=start_from)
+KIND = AdapterKind(inject=inject, updates=updates, forms=plain_forms, start_from=start_from)

@@ -20,7 +20,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraTarget
+    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget
 
 LORA = "lora"  # of any kind of adapter, in the format of IN
 COMFYUI = "comfyui"  # of a DoRA, which ComfyUI computes differently
@@ -69,7 +69,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     if arguments.to is None:
         problems.append(Problem("flag_missing", "--to is missing.", f"One of: {', '.join(TARGETS)}."))
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)
-    if arguments.to == COMFYUI and (kind := _other_than_dora(source)):
+    if arguments.to == COMFYUI and (kind := _exact_in_comfyui(source)):
         message = f"{source.name} is {kind}, without magnitudes of outputs that ComfyUI computes differently."
         problems.append(Problem("no_magnitudes", message, "Use --to kohya, which ComfyUI reads."))
     elif (needed := NEEDED.get(arguments.to)) and getattr(arguments, needed[0]) is None:
@@ -88,7 +88,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         return _as_lora(arguments, source, rank, base, target)
     if base is not None:
         return _for_comfyui(arguments, source, base, target)
-    from lora_trainer.lora_files.lora_inputs import ToolResult
+    from lora_trainer.lora_format.tools.lora_inputs import ToolResult
     from lora_trainer.models.lora_names import convert_lora
 
     done = run_write(
@@ -102,22 +102,24 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     return DONE
 
 
-def _other_than_dora(source: Path) -> str | None:
-    """The kind of a LoRA file that has no layer of DoRA; None for a DoRA, and for what is no LoRA file."""
+def _exact_in_comfyui(source: Path) -> str | None:
+    """The kind of a LoRA file that ComfyUI computes as it is meant; None for one that it does not, and for what is no LoRA file."""
+    from lora_trainer.lora_format.kinds import KINDS
     from lora_trainer.models.lora_facts import read_lora_facts
 
     try:
         kind = read_lora_facts(source)[0].kind
     except UsageError:  # reading the file whole says why
         return None
-    return None if kind is None or "DoRA" in kind else kind
+    is_rewritten = any(each.rewritten and each.title in (kind or "") for each in KINDS.values())
+    return None if is_rewritten else kind
 
 
 def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target: LoraTarget) -> int:
     """Write a DoRA with the magnitudes that ComfyUI needs, and by how much it would have differed."""
-    from lora_trainer.export.reading import values
-    from lora_trainer.lora_files.lora_inputs import LoraInput, ToolResult, origin_of
-    from lora_trainer.lora_files.to_comfyui import to_comfyui
+    from lora_trainer.lora_format.reading import values
+    from lora_trainer.lora_format.tools.lora_inputs import LoraInput, ToolResult, origin_of
+    from lora_trainer.lora_format.tools.to_comfyui import to_comfyui
     from lora_trainer.models.lora_names import read_source
 
     file = read_source(source)
@@ -137,9 +139,9 @@ def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target
 
 def _as_lora(arguments: argparse.Namespace, source: Path, rank: int, base: Path | None, target: LoraTarget) -> int:
     """Write a plain LoRA of a file of any kind, and how much of each layer's update is lost."""
-    from lora_trainer.export.reading import values
-    from lora_trainer.lora_files.lora_inputs import LoraInput, origin_of, with_comment, write_result
-    from lora_trainer.lora_files.to_lora import to_lora
+    from lora_trainer.lora_format.reading import values
+    from lora_trainer.lora_format.tools.lora_inputs import LoraInput, origin_of, with_comment, write_result
+    from lora_trainer.lora_format.tools.to_lora import to_lora
     from lora_trainer.models.lora_names import read_source
 
     file = read_source(source)

@@ -15,7 +15,7 @@ from lora_trainer.core.findings import folded, printable_lines
 from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
-    from lora_trainer.export.inspection import Component, Inspected
+    from lora_trainer.lora_format.inspection import Component, Inspected
 
 EXAMPLES = "examples:\n  lora-trainer inspect cat.safetensors\n  lora-trainer inspect cat.safetensors --json\n"
 PAIR = re.compile(r"\((\d+), (\d+)\)")  # width and height in kohya's headers

@@ -17,8 +17,8 @@ from lora_trainer.core.findings import printable_lines
 from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_files.lora_inputs import LoraTarget, ToolResult
-    from lora_trainer.lora_files.low_rank import LayerRow, RankLimits
+    from lora_trainer.lora_format.low_rank import LayerRow, RankLimits
+    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget, ToolResult
 
 FORMS = ("kohya", "diffusers")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # torch's names
@@ -55,7 +55,7 @@ def add_output_arguments(
 
 
 def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The limits of `lora_files.low_rank.RankLimits`."""
+    """The limits of `lora_format.low_rank.RankLimits`."""
     parser.add_argument("--rank", metavar="N", help="the highest rank of a layer")
     parser.add_argument("--energy", metavar="SHARE", help="keep this share of the sum of squared singular values")
     parser.add_argument("--frobenius", metavar="SHARE", help="keep this share of each update's Frobenius norm")
@@ -90,7 +90,7 @@ def number(
 
 def keep_of(arguments: argparse.Namespace, problems: list[Problem]) -> RankLimits | None:
     """What `--rank` and the other limits say; None where none is set. Adds problems."""
-    from lora_trainer.lora_files.low_rank import RankLimits
+    from lora_trainer.lora_format.low_rank import RankLimits
 
     def is_share(value: float) -> bool:
         return 0.0 < value <= 1.0
@@ -109,7 +109,7 @@ def target_of(
     """The file to write. Adds problems of the arguments, among them an OUT that is missing, exists or is an input."""
     import torch
 
-    from lora_trainer.lora_files.lora_inputs import LoraTarget
+    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget
     from lora_trainer.models.families import FAMILIES
 
     for flag, known in (("to", forms), ("dtype", DTYPES), ("family", FAMILIES)):
@@ -133,7 +133,7 @@ def output_of(arguments: argparse.Namespace, problems: list[Problem]) -> Path:
 
 def output_problems(path: Path, inputs: Sequence[Path], *, overwrite: bool) -> list[Problem]:
     """Why a LoRA or a checkpoint cannot be written there."""
-    from lora_trainer.export.lora_file import learned_tokens_beside
+    from lora_trainer.lora_format.reading import learned_tokens_beside
 
     if path.suffix != ".safetensors" or path.is_dir():
         return [

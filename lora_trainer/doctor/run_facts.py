@@ -125,7 +125,7 @@ def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
 
 def damage_of_checkpoint(folder: Path) -> str:
     """Why a checkpoint is not what was written, by its digests; empty if it is."""
-    from lora_trainer.export.tensor_file import verify_sealed
+    from lora_trainer.lora_format.tensor_file import verify_sealed
 
     try:
         document = read_state(folder)

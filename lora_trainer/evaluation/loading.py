@@ -19,9 +19,9 @@ from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
 from lora_trainer.evaluation.weight_changes import change_weights, changes_on
-from lora_trainer.export.diffusers import adapter_metadata, diffusers_tensors
-from lora_trainer.export.keys import EMBEDDING, KOHYA_DOWN
-from lora_trainer.export.weights import AdapterWeights, LoraWeights, check_keys, folded, plain_pairs, shapes_of
+from lora_trainer.lora_format.diffusers import adapter_metadata, diffusers_tensors
+from lora_trainer.lora_format.keys import EMBEDDING, KOHYA_DOWN
+from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, check_keys, folded, plain_pairs, shapes_of
 from lora_trainer.models.folder import named_parts, read_config
 from lora_trainer.models.frozen import empty_text_encoder
 from lora_trainer.models.lora_names import families_of

@@ -83,7 +83,7 @@ from lora_trainer.evaluation.verdict import (
     Estimate,
     VerdictPart,
 )
-from lora_trainer.export.weights import AdapterWeights, adaptable_modules
+from lora_trainer.lora_format.weights import AdapterWeights, adaptable_modules
 from lora_trainer.models.base_loras import base_digest
 from lora_trainer.models.folder import fingerprint
 from lora_trainer.models.lora_names import read_adapter_with_tokens

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lora_trainer.core.errors import Problem
     from lora_trainer.evaluation.health import Health
     from lora_trainer.evaluation.validation_loss import Improvement
-    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.lora_format.weights import AdapterWeights
     from lora_trainer.models.family import Family
 
 # The thresholds of what works and of findings, with their reasons; measured on the built-in model only.

@@ -42,7 +42,7 @@ from lora_trainer.evaluation.recipe import (
     same_base,
 )
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, save_image
-from lora_trainer.export.weights import AdapterWeights, shapes_of
+from lora_trainer.lora_format.weights import AdapterWeights, shapes_of
 from lora_trainer.models.autoencoder import image_encoder
 from lora_trainer.models.drawing import prompted, read_prompts, texts_of
 from lora_trainer.models.lora_names import read_adapter_with_tokens

@@ -19,7 +19,7 @@ from lora_trainer.models.textual_inversion import add_learned_tokens, from_embed
 if TYPE_CHECKING:
     from lora_trainer.evaluation.compute import Compute
     from lora_trainer.evaluation.validation_loss import EncodedSample
-    from lora_trainer.export.weights import AdapterWeights
+    from lora_trainer.lora_format.weights import AdapterWeights
     from lora_trainer.models.family import Caption, Family, TextParts
 
 

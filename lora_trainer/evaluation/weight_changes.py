@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_trainer.export.updates import on_base
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate, adaptable_modules
+from lora_trainer.lora_format.layer_updates import LayerUpdate
+from lora_trainer.lora_format.weights import AdapterWeights, adaptable_modules
 
 ATTRIBUTE = "weight_changes"  # of a pipeline
 
@@ -57,7 +57,7 @@ def change_weights(pipeline: Any, components: dict[str, nn.Module], weights: Ada
     for name, update in weights.modules.items():
         layer = layers[name]
         bias = None if layer.bias is None else layer.bias.detach().float()
-        found[name] = on_base(update, layer.weight.detach(), bias)
+        found[name] = update.on_base(layer.weight.detach(), bias)
         layer.register_forward_hook(partial(changes.add, name))
     setattr(pipeline, ATTRIBUTE, changes)
 

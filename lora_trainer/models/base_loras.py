@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from lora_trainer.export.weights import LoraPair
+    from lora_trainer.lora_format.kinds.lora import LoraPair
     from lora_trainer.models.quantization.store import Narrow
 
 Loras = tuple[tuple[str, float], ...]  # files, and the factor on each one's change
@@ -69,7 +69,7 @@ def merge_loras(components: Mapping[str, nn.Module], loras: Loras) -> None:
     """
     import torch
 
-    from lora_trainer.export.weights import adaptable_modules
+    from lora_trainer.lora_format.weights import adaptable_modules
     from lora_trainer.models.quantization.store import COMPUTED_IN, is_narrow
 
     files = [(_pairs(path, remembered_sha256(Path(path))), weight) for path, weight in loras]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # facts are read without torch
     from torch import Tensor, nn
 
     from lora_trainer.diffusion.process import Process
-    from lora_trainer.export.layout import Layout
+    from lora_trainer.lora_format.layouts import Layout
     from lora_trainer.models.quantization.store import Narrow
     from lora_trainer.models.single.stored import Part, SingleFile, Stored
 

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.export.diffusers import renamed_magnitudes
-from lora_trainer.export.keys import DORA_OVER, NUMBERED, T5, of_language_model
+from lora_trainer.lora_format.diffusers import renamed_magnitudes
+from lora_trainer.lora_format.keys import NUMBERED, T5, of_language_model
+from lora_trainer.lora_format.kinds import KINDS, LORA, NETWORKS, REWRITTEN
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import knows
 
 if TYPE_CHECKING:
-    from lora_trainer.export.inspection import Inspected
-    from lora_trainer.export.weights import AdapterWeights
+    from collections.abc import Sequence
+
+    from lora_trainer.lora_format.inspection import Inspected
+    from lora_trainer.lora_format.layer_updates import Kind, Network
+    from lora_trainer.lora_format.weights import AdapterWeights
     from lora_trainer.models.family import Family
 
 Reads = Literal["whole", "in part", "not", "unknown"]
@@ -38,47 +42,52 @@ def clients(file: Inspected) -> list[Client]:
     if file.errors:
         return [Client(name, "unknown", "the file has errors") for name in PROGRAMS]
     family = _family(file)
-    kinds = {update.algorithm for update in file.weights.modules.values()} - {"lora"}
-    if kinds:
+    algorithms = {update.algorithm for update in file.weights.modules.values()}
+    if kinds := [kind for name, kind in KINDS.items() if name != LORA and kind.algorithm in algorithms]:
         others = [Client(name, "unknown", "not looked at for other kinds than LoRA") for name in PROGRAMS[2:]]
-        if file.style == "sd-scripts' OFT":
-            others[1] = Client(PROGRAMS[3], "whole", "with networks.oft, which writes these names")
+        if (network := _network(file)) is not None:
+            own = Client(network.program, "whole", f"with {network.module}, which writes these names")
+            others = [own if client.name == own.name else client for client in others]
         return [_diffusers_of(file, family, kinds), _comfyui_of(file, family, kinds), *others]
     return [_diffusers(file, family), _comfyui(file, family), _webui(file), _sd_scripts(file, family)]
 
 
-def _diffusers_of(file: Inspected, family: Family | None, kinds: set[str]) -> Client:
-    """diffusers of other kinds than LoRA; in other names than its own it drops a DoRA's magnitudes with a warning."""
+def _network(file: Inspected) -> Network | None:
+    """The program's own network whose names the file has."""
+    return next((network for network in NETWORKS if network.style == file.style), None)
+
+
+def _diffusers_of(file: Inspected, family: Family | None, kinds: Sequence[Kind]) -> Client:
+    """diffusers of other kinds than LoRA; in other names than its own it drops magnitudes with a warning."""
     name = PROGRAMS[0]
-    if DORA_OVER in file.weights.metadata:
+    if REWRITTEN.keys() & file.weights.metadata.keys():
         return Client(name, "not", "its magnitudes are for ComfyUI")
     if file.style == "diffusers" and not file.alpha_keys:
         if renamed := renamed_magnitudes(file.keys):
             layers = f"it misnames the magnitudes of {len(renamed)} layers"
             return Client(name, "not", f"{layers}, whose first forward pass raises; convert --to lora --model BASE")
         readers = family.lora_files.readers if family else ()
-        if kinds == {"dora"} or (kinds == {"lokr"} and "diffusers: LoKr" in readers):
+        facts = kinds[0].facts
+        if len(kinds) == 1 and facts is not None and facts.is_loaded_by_diffusers(readers):
             return Client(name, "whole")
     return Client(name, "not", f"it does not know {file.kind} in these names for this family")
 
 
-def _comfyui_of(file: Inspected, family: Family | None, kinds: set[str]) -> Client:
+def _comfyui_of(file: Inspected, family: Family | None, kinds: Sequence[Kind]) -> Client:
     name = PROGRAMS[1]
-    if file.style == "diffusers" and "dora" in kinds:
-        return Client(name, "in part", "it does not read a DoRA's magnitudes by these names")
-    if file.style == "sd-scripts' OFT":
-        return Client(name, "not", "it knows no names that begin with oft_unet_; convert --to lora")
+    beside = [kind.title for kind in kinds if kind.decompose is not None]
+    if file.style == "diffusers" and beside:
+        return Client(name, "in part", f"it does not read a {beside[0]}'s magnitudes by these names")
+    if (network := _network(file)) is not None:
+        return Client(name, "not", f"it knows no names that begin with {network.prefix}_; convert --to lora")
     if family is None or f"{name}: {file.style}" not in family.lora_files.readers:
         return Client(name, "unknown")
-    if DORA_OVER in file.weights.metadata:
-        return Client(name, "whole", "and this program; the magnitudes are for ComfyUI's DoRA of 0.3.64 and newer")
-    if "dora" in kinds:
-        return Client(
-            name,
-            "in part",
-            "convert --to comfyui writes a file for it: 0.3.64 and newer divide by the norm of the base's weight alone",
-        )
-    return Client(name, "whole", "exact at strength 1; it counts other strengths twice" if "diag-oft" in kinds else "")
+    own = [kind.title for kind in kinds if kind.rewritten.keys() & file.weights.metadata.keys()]
+    if own:
+        why = f"and this program; the magnitudes are for ComfyUI's {own[0]} of 0.3.64 and newer"
+        return Client(name, "whole", why)
+    reads, why = max((kind.comfyui for kind in kinds), key=lambda each: (each[0] != "whole", each[1] != ""))
+    return Client(name, reads, why)
 
 
 def _diffusers(file: Inspected, family: Family | None) -> Client:

@@ -15,23 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.tensorfile import METADATA, data_begins, read_tensor_header
-from lora_trainer.export.keys import HINTS, Key, read_key, resolve
+from lora_trainer.lora_format.keys import HINTS, WITHOUT_DOTS, Key, read_key, resolve
+from lora_trainer.lora_format.kinds import KINDS, LORA
 from lora_trainer.models.lora_names import all_names, family_by_header, family_by_text
 
-KINDS = {  # beginnings of the parts of a module, and the kind that has them
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
-    "lokr_": "LoKr",
-    "hada_": "LoHa",
-    "oft_": "OFT",
-    "diff": "changes of whole weights",
-    "up": "LoRA",
-    "down": "LoRA",
-}
 FORMATS = {  # beginnings of keys
-    "lora_": "kohya",
-    "lycoris_": "kohya",
-    "oft_unet_": "kohya",
+    **dict.fromkeys(WITHOUT_DOTS, "kohya"),
     "unet.": "diffusers",
     "transformer.": "diffusers",
     "text_encoder": "diffusers",
@@ -75,15 +64,17 @@ def read_lora_facts(path: Path) -> tuple[LoraFacts, dict[str, str]]:
     metadata: dict[str, str] = header.pop(METADATA, {})
     keys = {key: read for key in header if (read := read_key(key)) is not None}
     parts = {read.part for read in keys.values()}
-    kinds = {kind for start, kind in KINDS.items() if any(each.startswith(start) for each in parts)}
+    kinds = [kind for kind in KINDS.values() if any(part.startswith(kind.parts) for part in parts)]
     if not kinds:
         return LoraFacts(None), metadata
-    kinds -= {"LoRA"} if "DoRA" in kinds else set()  # its pairs are those of a LoRA
+    titles = {kind.title for kind in kinds}
+    if any(kind.decompose is not None for kind in kinds):
+        titles.discard(KINDS[LORA].title)  # the pairs are a part of that kind
     ranks = Counter(int((header[key]["shape"] or [0])[0]) for key, read in keys.items() if read.part == "down")
     types = Counter(str(header[key]["dtype"]) for key, read in keys.items() if read.part != "alpha")
     first = next(key for key, read in keys.items() if read.part != "alpha")
     facts = LoraFacts(
-        " and ".join(sorted(kinds)),
+        " and ".join(sorted(titles)),
         format=next((name for start, name in FORMATS.items() if first.startswith(start)), "other"),
         family=_family(header, keys, metadata),
         base=_entry(metadata, "ss_sd_model_name"),

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.keys import HINTS, KOHYA_DOWN, NUMBERED
-from lora_trainer.export.layout import Names, PublishedModel, rule_of, split_numbers
+from lora_trainer.lora_format.keys import HINTS, KOHYA_DOWN, NUMBERED, WITHOUT_DOTS
+from lora_trainer.lora_format.layouts import Names, PublishedModel, rule_of, split_numbers
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PREDICTIONS, Family
 from lora_trainer.models.published import public_architecture, published_layers
@@ -18,12 +18,9 @@ from lora_trainer.models.published import public_architecture, published_layers
 if TYPE_CHECKING:
     import torch
 
-    from lora_trainer.export.convert import Converted, Form, SourceFile
-    from lora_trainer.export.inspection import Inspected
-    from lora_trainer.export.weights import AdapterWeights, LoraWeights
-
-
-WITHOUT_DOTS = ("lora_", "lycoris_", "oft_unet_")  # beginnings of names in which dots became underscores
+    from lora_trainer.lora_format.convert import Converted, Form, SourceFile
+    from lora_trainer.lora_format.inspection import Inspected
+    from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights
 
 
 def names_of(family: Family) -> Names:
@@ -45,25 +42,25 @@ def all_names() -> list[Names]:
 
 
 def read_adapter(path: Path) -> AdapterWeights:
-    """The weights of a LoRA, DoRA, LoKr or LoHa file by diffusers' module names, whichever program wrote it.
+    """The weights of a file of any readable kind by diffusers' module names, whichever program wrote it.
 
     Raises UsageError for other files.
     """
-    from lora_trainer.export import lora_file
+    from lora_trainer.lora_format import reading
 
-    return with_family(lora_file.read_adapter(path, all_names()))
+    return with_family(reading.read_adapter(path, all_names()))
 
 
 def read_lora(path: Path) -> LoraWeights:
     """The same of a plain LoRA. Raises UsageError for other kinds too."""
-    from lora_trainer.export.reading import only_lora
+    from lora_trainer.lora_format.reading import only_lora
 
     return only_lora(path.name, read_adapter(path))
 
 
 def read_adapter_with_tokens(path: Path) -> AdapterWeights:
     """The same, with the learned tokens that lie beside a file which has none itself, as one in diffusers' form."""
-    from lora_trainer.export.lora_file import read_learned_tokens
+    from lora_trainer.lora_format.reading import read_learned_tokens
 
     weights = read_adapter(path)
     return weights if weights.embeddings else replace(weights, embeddings=read_learned_tokens(path))
@@ -86,7 +83,7 @@ def convert_lora(
 
     Raises UsageError for a file that is no LoRA, for content that the format cannot hold, and where `family` is needed.
     """
-    from lora_trainer.export.reading import only_lora
+    from lora_trainer.lora_format.reading import only_lora
 
     file = read_source(path, beside=to == "kohya")
     only_lora(path.name, file.weights)
@@ -97,8 +94,7 @@ def convert_lora(
 def read_source(path: Path, *, beside: bool = True) -> SourceFile:
     """A file of any readable kind with the form that it is in, and the learned tokens that lie `beside` it. Raises UsageError."""
     from lora_trainer.core.tensorfile import read_tensor_header
-    from lora_trainer.export.convert import SourceFile
-    from lora_trainer.export.earlier import earlier_of
+    from lora_trainer.lora_format.convert import SourceFile, earlier_of
 
     weights = read_adapter_with_tokens(path) if beside else read_adapter(path)
     keys = list(read_tensor_header(path))
@@ -118,14 +114,14 @@ def write_weights(
     weights: AdapterWeights, target: Path, to: Form, *, family: str | None, numbered: bool, dtype: torch.dtype
 ) -> tuple[Path, ...]:
     """Write changes of any kind in a format and type, with the header completed; the files. Raises UsageError as `write_kind`."""
-    from lora_trainer.export.convert import write_kind
+    from lora_trainer.lora_format.convert import write_kind
 
     names = names_for(target, weights, family, numbered)
     return write_kind(_with_base(weights, names.family), target, to, names, all_names(), dtype=dtype)
 
 
 def _written(file: SourceFile, target: Path, to: Form, names: Names, dtype: torch.dtype | None) -> Converted:
-    from lora_trainer.export.convert import convert
+    from lora_trainer.lora_format.convert import convert
 
     based = replace(file, weights=_with_base(file.weights, names.family))
     return convert(based, target, to, names, all_names(), dtype=dtype)
@@ -268,7 +264,7 @@ def family_by_text(shapes: Mapping[str, Sequence[int]]) -> str | None:
 
 def inspect_lora(path: Path) -> Inspected:
     """The content and family of a LoRA file. Raises UsageError for other files, saying what they are."""
-    from lora_trainer.export.inspection import inspect
+    from lora_trainer.lora_format.inspection import inspect
 
     found = inspect(path, all_names())
     return replace(found, weights=with_family(found.weights))

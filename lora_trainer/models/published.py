@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from lora_trainer.core.families import FOLDER, families
-from lora_trainer.export.layout import PublishedLayers, PublishedModel
+from lora_trainer.lora_format.layouts import PublishedLayers, PublishedModel
 from lora_trainer.models.family import Architecture, ModelFacts
 
 

@@ -9,11 +9,15 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.lora_format.kinds import KINDS
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import OptimizerSection
 
-OF_PARAMETER = re.compile(r"\.(?:lora|lokr|hada|oft)_.*|\.[^.]*$")  # what follows the layer's name in a parameter's
+# What follows the layer's name in a parameter's.
+OF_PARAMETER = re.compile(
+    rf"\.(?:{'|'.join(kind.parameters for kind in KINDS.values() if kind.parameters)}).*|\.[^.]*$"
+)
 MOST_SHOWN = 3  # layers that a line names
 
 

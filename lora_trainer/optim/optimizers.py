@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.lora_format.kinds import BESIDE
 from lora_trainer.optim.layers import last_match
 from lora_trainer.optim.state_size import ROUNDING, Shape, factored, full_tensors, two_in_8_bits
 
@@ -51,12 +52,12 @@ class OptimizerSpec:
 
 
 BETAS = ("optimizer.beta1", "optimizer.beta2")
-# As peft names them: DoRA's magnitudes (a convolution's have four dimensions) and trained tokens.
-UNDECAYED = ("lora_magnitude_vector", "trainable_tokens", "token_embedding")
+# As peft names them: magnitudes (a convolution's have four dimensions) and trained tokens.
+UNDECAYED = (*BESIDE, "trainable_tokens", "token_embedding")
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices and kernels, not to biases, norms, DoRA magnitudes and tokens."""
+    """Whether weight decay applies: to matrices and kernels, not to biases, norms, magnitudes and tokens."""
     return parameter.ndim > 1 and not any(word in name for word in UNDECAYED)
 
 

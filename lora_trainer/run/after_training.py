@@ -17,7 +17,7 @@ from lora_trainer.evaluation.lora_check import LoraGate
 from lora_trainer.evaluation.lora_report import NOTHING_ELSE, LoraReport
 from lora_trainer.evaluation.remedies import with_remedies
 from lora_trainer.evaluation.verdict import SCALES, VerdictPart
-from lora_trainer.export.lora_file import write_learned_tokens
+from lora_trainer.lora_format.writing import write_learned_tokens
 from lora_trainer.monitor.trackers import VALIDATION, read_lines
 from lora_trainer.report.curve import still_falling
 from lora_trainer.run.bases.encoder import find_encoder

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.convert import SourceFile
-from lora_trainer.lora_files.averaging import average_of_checkpoints, checkpoints_in
-from lora_trainer.lora_files.combining import unchanged_rows
+from lora_trainer.lora_format.convert import SourceFile
+from lora_trainer.lora_format.tools.combining import average_of_checkpoints, checkpoints_in, unchanged_rows
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_source
 from lora_trainer.run.inputs import read_model
@@ -20,8 +19,8 @@ from lora_trainer.run_folder.record import RECORD, Record
 from lora_trainer.training.checkpoints.checkpoint import step_of
 
 if TYPE_CHECKING:
-    from lora_trainer.export.weights import AdapterWeights
-    from lora_trainer.lora_files.low_rank import LayerRow
+    from lora_trainer.lora_format.low_rank import LayerRow
+    from lora_trainer.lora_format.weights import AdapterWeights
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind
 from lora_trainer.core.errors import UsageError, UserError, first_line
 from lora_trainer.core.tensorfile import METADATA, read_tensor_header
-from lora_trainer.export.lora_file import write_tensors
-from lora_trainer.export.metadata import with_hashes
-from lora_trainer.export.tensor_file import DamagedFile, read_sealed
-from lora_trainer.export.weights import AdapterWeights, folded
+from lora_trainer.lora_format.metadata import with_hashes
+from lora_trainer.lora_format.tensor_file import DamagedFile, read_sealed
+from lora_trainer.lora_format.weights import AdapterWeights, folded
+from lora_trainer.lora_format.writing import write_tensors
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.optim.optimizers import OPTIMIZERS
 from lora_trainer.run.choices import DTYPES

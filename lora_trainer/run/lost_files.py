@@ -26,7 +26,7 @@ def lost_loras(folder: Path, record: Record) -> dict[str, str]:
 
 def damage_of(path: Path) -> str:
     """Why a LoRA file is not what was written, empty if it is; diffusers' file has no digest, so only its shape counts."""
-    from lora_trainer.export.inspection import hashes_of  # loads torch
+    from lora_trainer.lora_format.inspection import hashes_of  # loads torch
 
     if not path.is_file():
         return "is missing"

@@ -14,7 +14,7 @@ from lora_trainer.config.schema.inputs import TextEncoderSection
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import Finding
 from lora_trainer.data.sample_counts import NEVER_TRAINED
-from lora_trainer.export.keys import OWN_VERSION, T5_TOKENS, WITHOUT
+from lora_trainer.lora_format.keys import OWN_VERSION, T5_TOKENS, WITHOUT
 from lora_trainer.models.base_loras import with_loras
 from lora_trainer.models.family import Family, TextOptions
 from lora_trainer.models.folder import named_parts

@@ -22,9 +22,9 @@ from lora_trainer.evaluation.compute import Compute
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.placing import with_less
-from lora_trainer.export.lora_file import FileLayout, write_lora
-from lora_trainer.export.metadata import FlowFacts, TrainingFacts
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate
+from lora_trainer.lora_format.metadata import FlowFacts, TrainingFacts
+from lora_trainer.lora_format.weights import AdapterWeights
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.base_loras import loras_line
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.block_swap import move_to_device
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lora_trainer.diffusion.process import Process
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.evaluation.lora_report import LoraReport
+    from lora_trainer.lora_format.layer_updates import LayerUpdate
     from lora_trainer.models.family import Family
     from lora_trainer.run.session import Session
     from lora_trainer.training.state import TrainState

@@ -15,7 +15,7 @@ from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.diffusion.loss import make_loss
 from lora_trainer.diffusion.process import Process, zero_terminal_alphas
 from lora_trainer.diffusion.timesteps import flow_times
-from lora_trainer.export.weights import shapes_of
+from lora_trainer.lora_format.weights import shapes_of
 from lora_trainer.models.base_loras import loras_line
 from lora_trainer.models.memory.block_swap import block_swap_note, move_to_device, swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks

@@ -15,8 +15,8 @@ from lora_trainer.adapters.target_modules import matching_modules, target_module
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.loading import in_short, misfits_by_config
-from lora_trainer.export.updates import to_lora
-from lora_trainer.export.weights import AdapterWeights, LayerUpdate, W, adaptable_modules, module_name
+from lora_trainer.lora_format.layer_updates import LayerUpdate, to_lora
+from lora_trainer.lora_format.weights import AdapterWeights, W, adaptable_modules, module_name
 from lora_trainer.models.base_loras import add_frozen
 from lora_trainer.models.folder import read_config
 from lora_trainer.models.frozen import empty_text_encoder

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS, adapter_kind, add_adapter, text_options
 from lora_trainer.adapters.target_modules import matching_modules
-from lora_trainer.export.weights import shapes_of
+from lora_trainer.lora_format.weights import shapes_of
 from lora_trainer.models.family import Caption, Family, ModelFacts, TextParts
 from lora_trainer.models.textual_inversion import add_learned_tokens, initial_embeddings
 from lora_trainer.training.layer_options import layer_option_notes

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lora_trainer.builtin import BASE_FOLDER
 from lora_trainer.core.errors import Problem
 from lora_trainer.core.findings import counted
+from lora_trainer.lora_format.kinds import EXTRACTED, KINDS, LORA
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.bases.names import as_hub_part
 from lora_trainer.run_folder.record import RECORD
@@ -43,7 +44,10 @@ OPTIONS = {  # what each tool takes beside its files
 LIMITS = ("rank", "energy", "frobenius", "ratio")
 FORMATS, LOWERED, COMFYUI = ("kohya", "diffusers"), "lora", "comfyui"
 MODELS = ("model", "base", "tuned")
-OVER_BASE = ("DoRA", "OFT")  # kinds that change a weight which they do not hold
+REWRITTEN_KINDS = [kind.title for kind in KINDS.values() if kind.rewritten]  # that ComfyUI computes in a way of its own
+OVER_BASE = [
+    kind.title for kind in KINDS.values() if kind.needs_weight
+]  # kinds that change a weight which they do not hold
 
 
 class AskedTool(BaseModel):
@@ -64,7 +68,7 @@ class AskedTool(BaseModel):
     dtype: Literal["fp16", "bf16", "fp32"] | None = None
     family: Annotated[str, Field(max_length=100)] | None = None
     of: Literal["updates", "parameters"] | None = None
-    type: Literal["lora", "dora", "lokr"] | None = None
+    type: Annotated[str, Field(pattern=f"^({'|'.join((LORA, *EXTRACTED))})$")] | None = None
     model: Text | None = None
     base: Text | None = None
     tuned: Text | None = None
@@ -193,7 +197,7 @@ def needed_problems(asked: AskedTool) -> list[Problem]:
         ("A plain LoRA of another kind needs a rank.", "For example 32."): tool == "convert"
         and to == LOWERED
         and not has_rank,
-        ("For ComfyUI the base model is needed.", "Name the one that the DoRA was trained on."): tool == "convert"
+        ("For ComfyUI the base model is needed.", "Name the one that the file was trained on."): tool == "convert"
         and to == COMFYUI
         and asked.model is None,
         (f"{to} is exact and takes neither rank nor base model.", "Leave them out."): tool == "convert"
@@ -222,7 +226,7 @@ def file_problems(asked: AskedTool, rows: Sequence[Mapping[str, Any]]) -> list[P
     whole = [row for row in rows if row["kind"] is not None]
     is_any = (asked.tool == "convert" and asked.to in (LOWERED, None)) or asked.of == "parameters"
     for row in whole:
-        if asked.tool == "convert" and asked.to == COMFYUI and row["kind"] != "DoRA":
+        if asked.tool == "convert" and asked.to == COMFYUI and row["kind"] not in REWRITTEN_KINDS:
             found.append(
                 Problem("lora_unusable", f"{row['name']} is a {row['kind']}.", "ComfyUI computes it exactly as it is.")
             )

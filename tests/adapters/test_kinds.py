@@ -16,13 +16,14 @@ from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.evaluation.loading import at_strength, without_lora
 from lora_trainer.evaluation.weight_changes import change_weights
-from lora_trainer.export.keys import ONE_TEXT_ENCODER
-from lora_trainer.export.lora_file import FileLayout, read_adapter, write_lora
-from lora_trainer.export.weights import AdapterWeights, shapes_of
+from lora_trainer.lora_format.keys import ONE_TEXT_ENCODER
+from lora_trainer.lora_format.reading import read_adapter
+from lora_trainer.lora_format.weights import AdapterWeights, shapes_of
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.quantization.store import make_quantizer, store_layers, wide_weight
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.optim.random_updates import make_bf16_step
-from tests.export.tiny import facts
+from tests.lora_format.tiny import facts
 
 LINEAR, KERNEL, STRIDED, POINT = "down_blocks.0.to_q", "mid_block.conv1", "conv_in", "mid_block.proj_in"
 OPTIONS = {"scaled": AdapterOptions(4, 6.0), "rank-stabilized": AdapterOptions(6, 2.0, rank_stabilized=True)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.data.caches.entries import Store, entry_sizes, is_sound, mark_used, write_entries
 from lora_trainer.data.caches.files import ENTRY_HEAD, TENSOR_HEAD, entry_path
-from lora_trainer.export.tensor_file import CODES
+from lora_trainer.lora_format.tensor_file import CODES
 
 Entries = tuple[list[str], dict[str, Tensor]]
 

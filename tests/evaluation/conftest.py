@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 from tests.recipes.recipe import brief_verdicts
 
 

@@ -23,11 +23,12 @@ from lora_trainer.evaluation.part_words import WORDS
 from lora_trainer.evaluation.sample_rates import Unrelated
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import LINE, SCALES, Cost, Estimate, VerdictPart
-from lora_trainer.export.lora_file import write_lora
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
-from tests.export.tiny import facts, random_lora
+from tests.lora_format.tiny import facts, random_lora
 
 FAMILY = FAMILIES["sd15"]
 CPU = torch.device("cpu")

@@ -24,14 +24,15 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LORA_CHECKS, LoraGate, check_lora
 from lora_trainer.evaluation.sample_rates import BY_SAMPLES
 from lora_trainer.evaluation.verdict import SCALES
-from lora_trainer.export.keys import OWN_VERSION
-from lora_trainer.export.lora_file import write_learned_tokens, write_lora
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.keys import OWN_VERSION
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_learned_tokens, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.run import encoding
 from lora_trainer.run.reading import read_as_trained
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.lora_format.tiny import facts, random_lora, tiny_pipeline
 
 LITE = ("--set", "gates.lora_check=lite")
 

@@ -36,7 +36,7 @@ from lora_trainer.evaluation.sample_rates import BY_SAMPLES
 from lora_trainer.evaluation.seeing import describing, open_eyes, place_encoder
 from lora_trainer.evaluation.validation_loss import EncodedSample
 from lora_trainer.evaluation.verdict import SCALES
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory.phases import TILE, decoding_bytes, phase_costs
 from lora_trainer.models.vision_encoder import EncoderFolder, load_vision_encoder
@@ -44,7 +44,7 @@ from lora_trainer.run.bases.encoder import find_encoder
 from lora_trainer.run.bases.find import silent
 from lora_trainer.run.inputs import with_absolute_paths
 from tests.evaluation.tiny_encoders import SEEN, SMALL, save_tiny_dino
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.lora_format.tiny import facts, random_lora, tiny_pipeline
 from tests.run.local_hub import COMMIT, local_hub
 
 FAMILY = FAMILIES["sd15"]

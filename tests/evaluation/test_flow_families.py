@@ -14,12 +14,12 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.loading import adapted_modules, at_strength, components_of, judged, load_onto, without_lora
 from lora_trainer.evaluation.lora_check import LoraGate, OpenLora, check_lora, open_lora
 from lora_trainer.evaluation.placing import bring_pipeline
-from lora_trainer.export.lora_file import FileLayout, write_lora
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_lora
-from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_t5
+from tests.lora_format.tiny import facts, random_lora, tiny_pipeline, tiny_t5
 
 CPU = torch.device("cpu")
 ENDINGS = ("to_q", "proj_out", "SelfAttention.q", "wi_0", "wo")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lora_trainer.evaluation.health import effective_rank, examine, singular_values
-from lora_trainer.export.weights import LoraPair
+from lora_trainer.lora_format.kinds.lora import LoraPair
 
 
 def test_singular_values_are_those_of_the_delta() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_trainer.evaluation.drift import base_visits
 from lora_trainer.evaluation.latent_samples import Request, Sampler, sample_latents
 from lora_trainer.models.families import FAMILIES
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 STEPS = 3

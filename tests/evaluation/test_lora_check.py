@@ -39,13 +39,15 @@ from lora_trainer.evaluation.sample import Where, compare
 from lora_trainer.evaluation.sample_rates import BY_SAMPLES
 from lora_trainer.evaluation.validation_loss import EncodedSample, validation_losses
 from lora_trainer.evaluation.verdict import LINE, SCALES, VerdictPart
-from lora_trainer.export.lora_file import read_lora, write_lora
-from lora_trainer.export.weights import LoraPair, LoraWeights, weights_from_peft
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.reading import read_lora
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders, Family
 from lora_trainer.models.memory.phases import Placement
-from tests.export.tiny import facts, random_lora
+from tests.lora_format.tiny import facts, random_lora, weights_from_peft
 
 FAMILY = FAMILIES["sd15"]
 CPU = torch.device("cpu")

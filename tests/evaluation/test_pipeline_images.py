@@ -13,10 +13,10 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from lora_trainer.cli.main import main
-from lora_trainer.export.lora_file import FileLayout, write_lora
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.lora_format.tiny import facts, random_lora, tiny_pipeline
 
 CPU = torch.device("cpu")
 CASES = {"flux2": ("flux2", 4.0), "flux2-distilled": ("flux2", None), "chroma": ("chroma", 5.0)}

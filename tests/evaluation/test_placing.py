@@ -22,7 +22,7 @@ from lora_trainer.evaluation.placing import bring_pipeline, bytes_of, keep, with
 from lora_trainer.evaluation.recipe import Drawing, Grid, ImageRequest, NamedModel
 from lora_trainer.evaluation.sample import Where, compare, draw
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders
@@ -35,7 +35,7 @@ from lora_trainer.models.memory.phases import (
     place_gate,
     prediction_bytes,
 )
-from tests.export.tiny import facts, random_lora, tiny_pipeline
+from tests.lora_format.tiny import facts, random_lora, tiny_pipeline
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -17,11 +17,12 @@ from lora_trainer.core.io import write_json
 from lora_trainer.evaluation import lettering, sample
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest, parameters
 from lora_trainer.evaluation.sheet import SheetGroup, SheetRow, contact_sheet, wrapped
-from lora_trainer.export.lora_file import write_lora
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.messages import readers
-from tests.export.tiny import facts, random_lora, tiny_pipeline, tiny_vae
+from tests.lora_format.tiny import facts, random_lora, tiny_pipeline, tiny_vae
 
 QUICK = ("--num-inference-steps", "2", "--size", "64x48")
 

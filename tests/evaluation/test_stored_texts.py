@@ -15,7 +15,7 @@ from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.memory import phases
 from lora_trainer.models.memory.phases import CAPTIONS_AT_ONCE, captions_on_a_cpu, phase_costs
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 PROMPTS = ["a red ring", "two blue squares", ""]

@@ -12,9 +12,9 @@ from lora_trainer.evaluation.evidence import RealImages
 from lora_trainer.evaluation.lora_check import LoraGate, check_lora
 from lora_trainer.evaluation.trigger_prompts import MOST_COMPARED, SCENES, trigger_prompts
 from lora_trainer.evaluation.validation_loss import EncodedSample
-from lora_trainer.export.lora_file import write_lora
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
-from tests.export.tiny import facts, random_lora
+from tests.lora_format.tiny import facts, random_lora
 
 FAMILY = FAMILIES["sd15"]
 CAPTIONS = ("a red zobo", "a blue zobo", "zobo, green", "a box", "Zobo on a box", "a zobo in a box")

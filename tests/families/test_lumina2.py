@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import rule_of
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.layouts import rule_of
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.families.lumina2 import BEFORE, denoiser_part
@@ -30,9 +31,9 @@ from lora_trainer.models.single.lay_out import lacking_parts, lay_out
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.models.single.stored import Stored
 from lora_trainer.models.single.texts import kind_of_file
-from tests.export.tiny import random_lora
 from tests.families.lumina2 import checkpoint, original_names, published_tiny_pipeline, tiny_pipeline, tiny_transformer
 from tests.importers.test_flow import imported_text
+from tests.lora_format.tiny import random_lora
 from tests.models.single.originals import write
 from tests.models.single.test_published import empty_file
 from tests.recipes.recipe import Bench, draw_images, exported, losses, record

@@ -15,8 +15,8 @@ from typing import Any
 
 from diffusers import UNet2DConditionModel
 
-from tests.export.tiny import tiny_pipeline
 from tests.faults.disk import Mode, compiled
+from tests.lora_format.tiny import tiny_pipeline
 from tests.recipes.recipe import Bench, draw_images
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.export.keys import DORA, KOHYA_UP
-from lora_trainer.export.lora_file import write_lora
-from tests.export.tiny import facts, random_lora
+from lora_trainer.lora_format.keys import KOHYA_UP
+from lora_trainer.lora_format.kinds.dora import SCALE
+from lora_trainer.lora_format.writing import write_lora
 from tests.faults.disk import Mode, unavailable
 from tests.faults.ground import Ended, Forks
 from tests.faults.test_disk import FAULTS, KINDS
 from tests.faults.tries import KILLS, Row, Tried, wrong_end
+from tests.lora_format.tiny import facts, random_lora
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.recipes.recipe import contents
@@ -137,7 +138,7 @@ def make_inputs(folder: Path) -> Path:
     word = {"bundle_emb.zobo.string_to_param.*": torch.ones(2, 8)}
     save_file(tensors | word, place / "token.safetensors", metadata=header)
     ups = {key.removesuffix(KOHYA_UP): each for key, each in tensors.items() if key.endswith(KOHYA_UP)}
-    magnitudes = {f"{name}.{DORA}": torch.ones(len(up), *[1] * (up.ndim - 1)) for name, up in ups.items()}
+    magnitudes = {f"{name}.{SCALE}": torch.ones(len(up), *[1] * (up.ndim - 1)) for name, up in ups.items()}
     save_file(tensors | magnitudes, place / "dora.safetensors", metadata=header)
     pipeline.unet.conv_in.weight.data += 0.1
     pipeline.unet.down_blocks[0].resnets[0].conv1.weight.data += torch.randn_like(

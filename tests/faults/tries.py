@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lora_trainer.config.toml import read_toml
 from lora_trainer.core.errors import UserError
 from lora_trainer.data.caches.files import ENTRY, KINDS, entry_folders, named
-from lora_trainer.export.tensor_file import DamagedFile, read_sealed
+from lora_trainer.lora_format.tensor_file import DamagedFile, read_sealed
 from lora_trainer.training.checkpoints.checkpoint import list_checkpoints, read_checkpoint, step_of
 from tests.faults.disk import Mode
 from tests.faults.ground import STEPS, Ended, Ground

@@ -14,8 +14,8 @@ from lora_trainer.config.options import suited
 from lora_trainer.config.schema import Config
 from lora_trainer.importers.imported import Imported, import_file
 from lora_trainer.models.families import FAMILIES
-from tests.export.tiny import tiny_transformer
 from tests.families.own import own_families
+from tests.lora_format.tiny import tiny_transformer
 
 
 def imported_text(folder: Path, name: str, text: str) -> Imported:

@@ -19,8 +19,8 @@ from lora_trainer.core.families import families
 from lora_trainer.diffusion.timesteps import Shift, flow_times
 from lora_trainer.importers.imported import Imported, import_file
 from lora_trainer.models.families import FAMILIES
-from tests.export.tiny import tiny_transformer
 from tests.importers.test_flow import drawn, line_of
+from tests.lora_format.tiny import tiny_transformer
 
 SCRIPTS = {
     "qwen_image": "qwen_image",

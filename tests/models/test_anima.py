@@ -17,8 +17,8 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import rule_of
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.layouts import rule_of
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
@@ -26,7 +26,7 @@ from lora_trainer.models.family import TextOptions
 from lora_trainer.models.lora_clients import clients
 from lora_trainer.models.lora_names import inspect_lora, names_of, read_adapter
 from lora_trainer.run.bases.hub_files import choose_files, files_in
-from tests.export.tiny import random_lora, tiny_pipeline, tiny_transformer
+from tests.lora_format.tiny import random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["anima"]

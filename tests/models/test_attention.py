@@ -29,7 +29,7 @@ from lora_trainer.models.compiled import compile_blocks, count
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.families.anima import cosmos_transformer
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
-from tests.export.tiny import tiny_transformer, tiny_unet
+from tests.lora_format.tiny import tiny_transformer, tiny_unet
 
 CPU = torch.device("cpu")
 SMALL = (AttentionShape(1, 2, 64, 64, 16),)

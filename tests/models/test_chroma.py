@@ -16,8 +16,8 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import prompted, read_prompts
@@ -26,7 +26,7 @@ from lora_trainer.models.family import TextOptions
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.published import public_architecture
-from tests.export.tiny import random_lora, tiny_pipeline
+from tests.lora_format.tiny import random_lora, tiny_pipeline
 from tests.models.single.originals import chroma_original
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from lora_trainer.models.compiled import (
 )
 from lora_trainer.models.families import FAMILIES
 from tests.conftest import needs_links
-from tests.export.tiny import T5_WIDTH, TRANSFORMERS, UNETS, tiny_transformer, tiny_unet
+from tests.lora_format.tiny import T5_WIDTH, TRANSFORMERS, UNETS, tiny_transformer, tiny_unet
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces
 REAL = torch.compile

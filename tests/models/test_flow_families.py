@@ -29,7 +29,7 @@ from lora_trainer.models.quantization.stored_forms import WeightReader
 from lora_trainer.models.t5 import read_t5_tokens
 from lora_trainer.models.transformer import transformer_facts
 from lora_trainer.run.inputs import refuse_large
-from tests.export.tiny import T5_WIDTH, t5_tokenizer, tiny_pipeline
+from tests.lora_format.tiny import T5_WIDTH, t5_tokenizer, tiny_pipeline
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a red ring on a blue background", "", "ring " * 300]

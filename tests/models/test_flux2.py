@@ -16,14 +16,14 @@ from PIL import Image
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import Names
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.layouts import Names
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.autoencoder import image_decoder, image_encoder, load_vae
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import TextOptions
-from tests.export.tiny import FLUX2_WIDTH, random_lora, tiny_pipeline, tiny_transformer
+from tests.lora_format.tiny import FLUX2_WIDTH, random_lora, tiny_pipeline, tiny_transformer
 from tests.models.single.originals import flux2_original
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from lora_trainer.core.io import sha256_file
 from lora_trainer.models.folder import fingerprint, weights_digest
 from lora_trainer.models.frozen import load_frozen
 from lora_trainer.models.places import Place, laid_out_models, write_places
-from tests.export.tiny import tiny_vae
+from tests.lora_format.tiny import tiny_vae
 
 CPU = torch.device("cpu")
 CLIP = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
 from lora_trainer.adapters.base import AdapterOptions
-from lora_trainer.adapters.lora import LORA, MovedLinear, inject_lora, sum_updates, updates
+from lora_trainer.adapters.lora import KIND, MovedLinear, inject_lora, sum_updates, updates
 from lora_trainer.adapters.timestep_rank import TimestepRank
 from lora_trainer.core.errors import TrainingFailed
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
@@ -54,7 +54,7 @@ def test_the_exported_update_reproduces_the_trained_model(name: str):
     with torch.no_grad():
         for each in parameters.values():
             each.add_(torch.randn_like(each) * 0.1)
-    trained: dict[str, Tensor] = {**parameters, **LORA.fixed(layers)}
+    trained: dict[str, Tensor] = {**parameters, **KIND.fixed(layers)}
     found = updates(trained, "unet", AdapterOptions(4, 6.0, initialization=name))
     plain, x = model(), inputs()
     with torch.no_grad():
@@ -177,8 +177,8 @@ def test_each_sample_trains_its_own_rows(shape: tuple[int, ...]):
     layers, limit = model(), TimestepRank(1, 1.0, 100)
     parameters = inject_lora(layers, LAYERS, AdapterOptions(5, 5.0), seed=0)
     sum_updates(layers)
-    assert LORA.limit_ranks is not None
-    LORA.limit_ranks(layers, limit)
+    assert KIND.limit_ranks is not None
+    KIND.limit_ranks(layers, limit)
     for name, each in parameters.items():
         if "lora_B" in name:
             nn.init.normal_(each)
@@ -206,8 +206,8 @@ def test_each_sample_trains_its_own_rows(shape: tuple[int, ...]):
 def test_rows_of_convolutions_follow_the_noise_too():
     layers, limit = nn.Sequential(nn.Conv2d(3, 6, 3)).double().requires_grad_(False), TimestepRank(1, 1.0, 10)
     parameters = inject_lora(layers, ["0"], AdapterOptions(4, 4.0), seed=0)
-    assert LORA.limit_ranks is not None
-    LORA.limit_ranks(layers, limit)
+    assert KIND.limit_ranks is not None
+    KIND.limit_ranks(layers, limit)
     with limit.limited(torch.tensor([9])):
         layers(torch.randn(1, 3, 8, 8, dtype=torch.float64)).sum().backward()
     gradient = parameters["0.lora_B.default.weight"].grad
@@ -219,7 +219,7 @@ def test_rows_of_convolutions_follow_the_noise_too():
 def test_a_layer_that_mixes_samples_is_refused():
     layers, limit = model(), TimestepRank(1, 1.0, 10)
     inject_lora(layers, LAYERS, AdapterOptions(4, 4.0), seed=0)
-    assert LORA.limit_ranks is not None
-    LORA.limit_ranks(layers, limit)
+    assert KIND.limit_ranks is not None
+    KIND.limit_ranks(layers, limit)
     with limit.limited(torch.tensor([1, 2])), pytest.raises(TrainingFailed, match=r"sees 6 rows in a batch of 2"):
         layers(torch.randn(6, 24, dtype=torch.float64))

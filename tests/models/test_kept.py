@@ -17,7 +17,7 @@ from lora_trainer.models.attention.backends import set_attention_backend
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.kept import keep_loaded
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 

@@ -17,12 +17,12 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
-from lora_trainer.export.layout import rule_of
+from lora_trainer.lora_format.layouts import rule_of
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.qwen_text import read_template
-from tests.export.tiny import qwen_tokenizer, tiny_pipeline, tiny_transformer
+from tests.lora_format.tiny import qwen_tokenizer, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["krea2"]

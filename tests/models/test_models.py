@@ -20,8 +20,8 @@ from lora_trainer.models.family import TextOptions
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks, checkpointable_blocks
 from lora_trainer.models.memory.phases import count_of
 from lora_trainer.models.published import public_architecture
-from tests.export.tiny import tiny_pipeline
 from tests.families.own import own_families
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 SD15 = FAMILIES["sd15"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from diffusers import AnimaModularPipeline, Krea2Pipeline
 
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import rule_of
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.layouts import rule_of
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of
-from tests.export.tiny import random_lora, tiny_transformer
+from tests.lora_format.tiny import random_lora, tiny_transformer
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
-from lora_trainer.export.kohya import kohya_tensors
+from lora_trainer.lora_format.kohya import kohya_tensors
 from lora_trainer.models.autoencoder import decode_in_tiles, drawing_vae, image_decoder
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
@@ -24,7 +24,7 @@ from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import TextOptions
 from lora_trainer.models.lora_names import names_of
 from lora_trainer.models.qwen_text import read_template
-from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
+from tests.lora_format.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["qwen_image"]

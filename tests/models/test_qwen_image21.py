@@ -21,9 +21,9 @@ from lora_trainer.data.images.images import to_rgb
 from lora_trainer.diffusion.timesteps import Shift
 from lora_trainer.evaluation.recipe import Drawing, ImageRequest
 from lora_trainer.evaluation.sample import draw
-from lora_trainer.export.diffusers import diffusers_tensors
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import rule_of
+from lora_trainer.lora_format.diffusers import diffusers_tensors
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.layouts import rule_of
 from lora_trainer.models.autoencoder import image_decoder, load_vae
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.drawing import read_prompts
@@ -32,7 +32,7 @@ from lora_trainer.models.lora_clients import clients
 from lora_trainer.models.lora_names import inspect_lora, names_of
 from lora_trainer.models.memory.block_swap import swap_blocks
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
-from tests.export.tiny import WholeReader, qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
+from tests.lora_format.tiny import WholeReader, qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["qwen_image21"]

@@ -18,7 +18,7 @@ from lora_trainer.models.unet import load_tokenizer
 from lora_trainer.models.weighting import read_tokens
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.plans.plan import gauge_of
-from tests.export.tiny import text_config, tiny_pipeline
+from tests.lora_format.tiny import text_config, tiny_pipeline
 
 CPU = torch.device("cpu")
 LAYERS = 4

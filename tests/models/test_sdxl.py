@@ -22,7 +22,7 @@ from lora_trainer.evaluation.sample import draw
 from lora_trainer.models.drawing import prompted, read_prompts
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.training.micro_batch import MicroBatch
-from tests.export.tiny import UNETS, tiny_pipeline
+from tests.lora_format.tiny import UNETS, tiny_pipeline
 
 CPU = torch.device("cpu")
 SDXL = FAMILIES["sdxl"]

@@ -11,7 +11,7 @@ from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Encoders
 from lora_trainer.models.unet import load_tokenizer
 from lora_trainer.models.weighting import read_tokens
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 

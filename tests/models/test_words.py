@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lora_trainer.config.schema.inputs import TextualInversionSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.export.lora_file import write_learned_tokens
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_learned_tokens
 from lora_trainer.models.drawing import texts_of
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import PLAIN, TextParts
 from lora_trainer.models.textual_inversion import add_learned_tokens, from_embeddings, initial_embeddings, to_embeddings
 from lora_trainer.models.weighting import read_tokens
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 WORD = "<zobo>"

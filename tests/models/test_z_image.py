@@ -15,15 +15,15 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.core.errors import UsageError
 from lora_trainer.diffusion.timesteps import Shift
-from lora_trainer.export.kohya import kohya_tensors
-from lora_trainer.export.layout import Names, rule_of
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.lora_format.kohya import kohya_tensors
+from lora_trainer.lora_format.layouts import Names, rule_of
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.detection import detect_family
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.families.z_image import LAYOUT
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
 from lora_trainer.models.qwen3 import read_chat
-from tests.export.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
+from tests.lora_format.tiny import qwen_tokenizer, random_lora, tiny_pipeline, tiny_transformer
 
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["z_image"]

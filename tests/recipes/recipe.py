@@ -19,7 +19,7 @@ from safetensors import safe_open
 from lora_trainer.cli.main import main
 from lora_trainer.evaluation import choice, judge, likeness, lora_check, sample_rates
 from lora_trainer.evaluation.lora_check import LORA_CHECKS
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 COLORS = ("red", "green", "blue", "orange", "purple", "teal", "brown", "navy", "olive", "maroon")
 QUICK = {

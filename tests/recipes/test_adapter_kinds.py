@@ -14,7 +14,7 @@ from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import UsageError
-from lora_trainer.export.weights import LayerUpdate
+from lora_trainer.lora_format.layer_updates import LayerUpdate
 from lora_trainer.models.lora_names import read_adapter, read_lora
 from tests.recipes.recipe import Bench, exported, losses, record, save_tiny_model
 

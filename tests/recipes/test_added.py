@@ -23,10 +23,10 @@ from lora_trainer.adapters.base import AdapterKind, AdapterOptions, AdapterSpec
 from lora_trainer.cli.main import main
 from lora_trainer.core.families import families
 from lora_trainer.diffusion.loss import WEIGHTINGS
-from lora_trainer.export.layout import Rule
-from lora_trainer.export.lora_file import plain_forms
-from lora_trainer.export.updates import FactorUpdate
-from lora_trainer.export.weights import module_name
+from lora_trainer.lora_format.layer_updates import FactorUpdate
+from lora_trainer.lora_format.layouts import Rule
+from lora_trainer.lora_format.weights import module_name
+from lora_trainer.lora_format.writing import plain_forms
 from lora_trainer.models.autoencoder import load_vae, vae_facts
 from lora_trainer.models.families import FAMILIES, sd15
 from lora_trainer.models.family import DenoiserSpec, Family, LoraFileSpec, ModelFacts, PipelineSpec

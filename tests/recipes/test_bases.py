@@ -26,7 +26,7 @@ from lora_trainer.models.places import laid_out_models
 from lora_trainer.models.single import tokenizers
 from lora_trainer.run.bases.find import find_base
 from tests.conftest import CHECKOUT
-from tests.export.tiny import tiny_vae
+from tests.lora_format.tiny import tiny_vae
 from tests.models.single.originals import unet_checkpoint, write
 from tests.models.single.tiny import tiny_pipeline
 from tests.recipes.recipe import Bench, contents, exported, losses, record, save_tiny_model

@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config
 from lora_trainer.core.io import read_json
-from lora_trainer.export.lora_file import open_tensors
+from lora_trainer.lora_format.reading import open_tensors
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.run.kept_steps import kept_steps, run_files, shown_weights_of
 from lora_trainer.training.checkpoints.best import save_best

@@ -9,7 +9,7 @@ import torch
 
 from lora_trainer.config.layers import Layer, resolve
 from lora_trainer.core.errors import UsageError
-from lora_trainer.export.weights import adaptable_modules
+from lora_trainer.lora_format.weights import adaptable_modules
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.run.release import lora_weights
 from tests.recipes.recipe import Bench

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer.cli.main import main
-from lora_trainer.export.lora_file import write_lora
-from lora_trainer.export.weights import LoraPair, LoraWeights
+from lora_trainer.lora_format.kinds.lora import LoraPair
+from lora_trainer.lora_format.weights import LoraWeights
+from lora_trainer.lora_format.writing import write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_lora
-from tests.export.tiny import facts
+from tests.lora_format.tiny import facts
 
 NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
 GOOD = {f"{NAME}.lora_down.weight": (4, 32), f"{NAME}.lora_up.weight": (32, 4), f"{NAME}.alpha": ()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.config.schema import Config, LoraSection
 from lora_trainer.core.grid import image_name
-from lora_trainer.export.weights import LoraPair
+from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.models.base_loras import add_frozen
 from lora_trainer.models.lora_names import read_lora
 from lora_trainer.run_folder.record import BEFORE_AFTER

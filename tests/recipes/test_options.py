@@ -17,11 +17,12 @@ from lora_trainer.adapters.base import AdapterOptions
 from lora_trainer.adapters.lora import inject_lora
 from lora_trainer.adapters.target_modules import target_modules
 from lora_trainer.config.schema import Config
-from lora_trainer.export.lora_file import FileLayout, read_lora, write_lora
+from lora_trainer.lora_format.reading import read_lora
+from lora_trainer.lora_format.writing import FileLayout, write_lora
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.run import after_training
 from lora_trainer.run.release import lora_weights
-from tests.export.tiny import facts, tiny_pipeline
+from tests.lora_format.tiny import facts, tiny_pipeline
 from tests.recipes.recipe import Bench, exported, header_of, losses, patched, record, rows, stored_as
 
 

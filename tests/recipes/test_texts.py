@@ -19,7 +19,7 @@ from lora_trainer.models.lora_names import read_lora
 from lora_trainer.models.quantization import layers
 from lora_trainer.run.inputs import read_model
 from lora_trainer.run.reading import read_as_trained, text_options
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 from tests.recipes.recipe import Bench, record, tensor_bytes
 
 

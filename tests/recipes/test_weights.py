@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safetensors import safe_open
 
-from lora_trainer.export.lora_file import read_lora
+from lora_trainer.lora_format.reading import read_lora
 from tests.recipes.recipe import Bench, record, tensor_bytes
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lora_trainer.config.schema import Config, Precision
-from lora_trainer.export.weights import shapes_of
+from lora_trainer.lora_format.weights import shapes_of
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 from lora_trainer.run import release
 from lora_trainer.run.release import ROOM_TO_DRAW, making_room

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.tensorfile import read_tensor_header
-from lora_trainer.export.lora_file import read_lora
+from lora_trainer.lora_format.reading import read_lora
 from tests.safety.test_models import HEADERS, refused
 
 KEY = "lora_adapter_metadata"

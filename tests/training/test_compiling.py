@@ -28,7 +28,7 @@ from lora_trainer.training.loop import read_steps
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import abort_step, backward
 from lora_trainer.training.training_run import Run
-from tests.export.tiny import tiny_unet
+from tests.lora_format.tiny import tiny_unet
 from tests.training.tiny_run import TinyPlace, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, while it traces

@@ -23,7 +23,7 @@ from lora_trainer.optim.clipping import clip_by_norm, clip_by_value
 from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.step import StepContext, StepSettings, backward, train_step
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 PROCESS = Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon")
 

@@ -29,7 +29,7 @@ from lora_trainer.optim.optimizers import make_optimizer
 from lora_trainer.training.micro_batch import MicroBatch
 from lora_trainer.training.run_group import Member, RunGroup
 from lora_trainer.training.step import StepContext, StepSettings, abort_step, train_step
-from tests.export.tiny import tiny_transformer, tiny_unet
+from tests.lora_format.tiny import tiny_transformer, tiny_unet
 
 STEPS = 2
 BOUND = 1e-10  # of the largest trained value, in float64

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.adapters.adapter_kinds import ADAPTERS
 from lora_trainer.benchmarks.baseline import read_measurement
 from lora_trainer.benchmarks.device import device_name
 from lora_trainer.benchmarks.measures import (
@@ -48,10 +49,7 @@ BENCH = "adapters"
 BASELINE = "lora"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {},
-    "dora": {"lora.type": "dora"},
-    "lokr": {"lora.type": "lokr"},
-    "loha": {"lora.type": "loha"},
-    "oft": {"lora.type": "oft"},
+    **{name: {"lora.type": name} for name in ADAPTERS if name != BASELINE},
     "rslora": {"lora.use_rslora": True},
     "lora+": {"lora.loraplus_lr_ratio": 16.0},
     "pissa": {"lora.init_lora_weights": "pissa"},

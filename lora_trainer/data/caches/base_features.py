@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.data.caches.entries import mark_used, read_entry, write_entries
-from lora_trainer.export.tensor_file import DamagedFile
+from lora_trainer.lora_format.tensor_file import DamagedFile
 
 KIND = "features"
 

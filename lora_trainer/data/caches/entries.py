@@ -17,7 +17,7 @@ from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
 from lora_trainer.data.caches.files import DAMAGED, ENDING, entry_path, mark
 from lora_trainer.data.caches.sharing import PRUNING, one_at_a_time
-from lora_trainer.export.tensor_file import DamagedFile, read_sealed, write_sealed
+from lora_trainer.lora_format.tensor_file import DamagedFile, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from torch import Tensor

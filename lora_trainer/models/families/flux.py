@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.conditioning import controls_of
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.layout import Rule, fused
+from lora_trainer.lora_format.layouts import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.layout import Rule, fused
+from lora_trainer.lora_format.layouts import Rule, fused
 from lora_trainer.models.autoencoder import VIDEO, load_whole_image_encoder, vae_facts
 from lora_trainer.models.encoders import encoders_from, one_encoder_keys
 from lora_trainer.models.family import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lora_trainer.core.errors import Problem, UsageError
-from lora_trainer.export.keys import KOHYA_PREFIXES
+from lora_trainer.lora_format.keys import KOHYA_PREFIXES
 from lora_trainer.models.autoencoder import image_encoder, load_vae
 from lora_trainer.models.clip import LAST, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from

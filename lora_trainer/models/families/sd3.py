@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lora_trainer.export.layout import Rule, fused
+from lora_trainer.lora_format.layouts import Rule, fused
 from lora_trainer.models.autoencoder import drawing_vae, load_whole_image_encoder, vae_dtype
 from lora_trainer.models.clip import LAST_BUT_ONE, check_clip, encode_clip
 from lora_trainer.models.encoders import encoders_from

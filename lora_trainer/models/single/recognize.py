@@ -11,6 +11,7 @@ from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.families import titles
 from lora_trainer.core.gguf_file import read_weights_header
 from lora_trainer.core.tensorfile import METADATA
+from lora_trainer.lora_format.kinds import KINDS
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import refuse_quantized
 from lora_trainer.models.single.scaled import values_of_formats
@@ -24,7 +25,7 @@ MOST_SPANS = 64  # of formats; they lie together in files that safetensors wrote
 # Ends of names, and what such a file is. The first that is found counts.
 OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        ("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight", "hada_w1_a"),
+        ("lora_down.weight", "lora_A.weight", "lora_up.weight", "lora_A.default.weight"),
         "a LoRA",
     ),
     (  # before peft
@@ -32,7 +33,11 @@ OTHER_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a LoRA",
     ),
     (
-        ("lokr_w1", "lokr_w1_a", "oft_blocks", "oft_diag", "dora_scale", ".diff", "oft_R.weight"),
+        (
+            *(f".{end}" for kind in KINDS.values() if kind.ends for end in kind.counted_by or kind.parts),
+            "oft_diag",
+            "oft_R.weight",
+        ),
         "a LoRA of another kind",
     ),
     (

@@ -17,7 +17,7 @@ from lora_trainer.models.places import Place, Scaled
 from lora_trainer.models.single.scaled import scaled_weights
 
 if TYPE_CHECKING:
-    from lora_trainer.export.layout import Layout, Rule
+    from lora_trainer.lora_format.layouts import Layout, Rule
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 COUNTED = re.compile(r"\d{1,3}(?=\.)", re.ASCII)  # no model has a thousand layers

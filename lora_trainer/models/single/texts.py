@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.families import families
 from lora_trainer.core.io import atomic_path
-from lora_trainer.export.layout import Layout, Rule, fused
+from lora_trainer.lora_format.layouts import Layout, Rule, fused
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.places import Place, laid_out_models
 from lora_trainer.models.single.stored import Part, Stored, by_layout, refuse_not_read, refuse_sides, renamed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import atomic_path
-from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
+from lora_trainer.lora_format.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.checkpoints.checkpoint import NewerVersion, list_checkpoints, read_state, resume_hint
 
 if TYPE_CHECKING:

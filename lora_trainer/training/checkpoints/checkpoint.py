@@ -24,7 +24,7 @@ from torch import Tensor
 from lora_trainer.core.disk import what_helps
 from lora_trainer.core.errors import Problem, TrainingFailed, UsageError
 from lora_trainer.core.io import flush_file, flush_folder, rename_over
-from lora_trainer.export.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
+from lora_trainer.lora_format.tensor_file import DamagedFile, read_sealed, verify_sealed, write_sealed
 from lora_trainer.training.state import TrainState
 
 VERSION = 8  # 7 always had the optimizer's state; 6 had no end by a search; 5 had no losses before training; 4 and 3 had other names; 2 and 1 had no checksums, and 1 no average

@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_trainer.core.disk import write_with_retry
 from lora_trainer.core.errors import Problem, TrainingFailed
 from lora_trainer.core.io import flush_folder
-from lora_trainer.export.tensor_file import DamagedFile
+from lora_trainer.lora_format.tensor_file import DamagedFile
 from lora_trainer.optim.random_updates import seen_in_fp32
 from lora_trainer.training.checkpoints.best import drop_best_after, prune_best, save_best
 from lora_trainer.training.checkpoints.checkpoint import (

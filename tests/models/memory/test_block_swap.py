@@ -34,7 +34,7 @@ from lora_trainer.models.memory.block_swap import (
 )
 from lora_trainer.models.memory.checkpointing import checkpoint_blocks
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
-from tests.export.tiny import tiny_transformer, tiny_unet
+from tests.lora_format.tiny import tiny_transformer, tiny_unet
 
 pytestmark = pytest.mark.exact
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lora_trainer.core.errors import UsageError
-from lora_trainer.export.weights import shapes_of
+from lora_trainer.lora_format.weights import shapes_of
 from lora_trainer.models.quantization.store import make_quantizer, store_layers
 
 ERROR = 0.11  # of normally distributed weights

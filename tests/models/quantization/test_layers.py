@@ -21,7 +21,7 @@ from lora_trainer.models.places import Place
 from lora_trainer.models.quantization import stored_forms
 from lora_trainer.models.quantization.layers import fill_layers, fill_the_rest
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer, store_layers
-from tests.export.tiny import tiny_pipeline
+from tests.lora_format.tiny import tiny_pipeline
 
 CPU = torch.device("cpu")
 NAME = "diffusion_pytorch_model.safetensors"

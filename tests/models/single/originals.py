@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_trainer.export.layout import Layout, rule_of
+from lora_trainer.lora_format.layouts import Layout, rule_of
 from lora_trainer.models.families.anima import LAYOUT as ANIMA
 from lora_trainer.models.families.anima import REST as ANIMA_REST
 from lora_trainer.models.families.chroma import LAYOUT as CHROMA

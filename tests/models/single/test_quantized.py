@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lora_trainer.config.schema.inputs import ModelSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.gguf_file import BLOCKS, PACKED_TYPES, read_gguf_header
-from lora_trainer.export.metadata import header
-from lora_trainer.export.weights import LoraWeights
+from lora_trainer.lora_format.metadata import header
+from lora_trainer.lora_format.weights import LoraWeights
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.folder import weights_digest
 from lora_trainer.models.quantization.store import is_narrow, make_quantizer
@@ -28,7 +28,7 @@ from lora_trainer.models.single import tokenizers
 from lora_trainer.models.single.recognize import recognize
 from lora_trainer.run.bases.find import find_base
 from lora_trainer.run.bases.hub_header import make_placeholder
-from tests.export.tiny import facts
+from tests.lora_format.tiny import facts
 from tests.models.single.originals import (
     Tensors,
     anima_checkpoint,

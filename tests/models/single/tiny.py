@@ -52,8 +52,8 @@ from transformers import (
 
 from builtin_base.architecture import make_tokenizer
 from lora_trainer.models.published import public_architecture
-from tests.export import tiny
-from tests.export.tiny import (
+from tests.lora_format import tiny
+from tests.lora_format.tiny import (
     FLUX2_WIDTH,
     QWEN_SCHEDULE,
     T5_WIDTH,
