@@ -23,7 +23,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget, ToolResult
+    from lora_trainer.lora_tools.lora_inputs import LoraTarget, ToolResult
 
 UPDATES, PARAMETERS = "updates", "parameters"
 EXAMPLES = (
@@ -66,8 +66,8 @@ def average_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
 
     def write() -> ToolResult:
         from lora_trainer.lora_format.low_rank import RankLimits
-        from lora_trainer.lora_format.tools.combining import average_of_parameters, combine, unchanged_rows
-        from lora_trainer.lora_format.tools.lora_inputs import (
+        from lora_trainer.lora_tools.combining import average_of_parameters, combine, unchanged_rows
+        from lora_trainer.lora_tools.lora_inputs import (
             common_header,
             origin_of,
             with_weight,
@@ -139,7 +139,7 @@ def _contradictions(
 def _weights(texts: list[str] | None, decay: float | None, count: int, problems: list[Problem]) -> list[float]:
     """The weight of each file, which sum to 1. Adds problems."""
     if decay is not None:
-        from lora_trainer.lora_format.tools.combining import ema_weights
+        from lora_trainer.lora_tools.combining import ema_weights
 
         return ema_weights(count, decay)
     found = weights_of(texts, count, problems)
@@ -155,8 +155,8 @@ def _run(
 ) -> int:
     from lora_trainer.core.errors import gathering
     from lora_trainer.lora_format.metadata import EMA_DECAY, SWA_START
-    from lora_trainer.lora_format.tools.combining import ema_weights, parse_steps
-    from lora_trainer.lora_format.tools.lora_inputs import origin_of, write_changes
+    from lora_trainer.lora_tools.combining import ema_weights, parse_steps
+    from lora_trainer.lora_tools.lora_inputs import origin_of, write_changes
     from lora_trainer.run.average_run import average_run
 
     steps: tuple[int, int | None] = (0, None)

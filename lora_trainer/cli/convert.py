@@ -20,7 +20,7 @@ from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
-    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget
+    from lora_trainer.lora_tools.lora_inputs import LoraTarget
 
 LORA = "lora"  # of any kind of adapter, in the format of IN
 COMFYUI = "comfyui"  # of a DoRA, which ComfyUI computes differently
@@ -88,7 +88,7 @@ def convert_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
         return _as_lora(arguments, source, rank, base, target)
     if base is not None:
         return _for_comfyui(arguments, source, base, target)
-    from lora_trainer.lora_format.tools.lora_inputs import ToolResult
+    from lora_trainer.lora_tools.lora_inputs import ToolResult
     from lora_trainer.models.lora_names import convert_lora
 
     done = run_write(
@@ -118,8 +118,8 @@ def _exact_in_comfyui(source: Path) -> str | None:
 def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target: LoraTarget) -> int:
     """Write a DoRA with the magnitudes that ComfyUI needs, and by how much it would have differed."""
     from lora_trainer.lora_format.reading import values
-    from lora_trainer.lora_format.tools.lora_inputs import LoraInput, ToolResult, origin_of
-    from lora_trainer.lora_format.tools.to_comfyui import to_comfyui
+    from lora_trainer.lora_tools.lora_inputs import LoraInput, ToolResult, origin_of
+    from lora_trainer.lora_tools.to_comfyui import to_comfyui
     from lora_trainer.models.lora_names import read_source
 
     file = read_source(source)
@@ -140,8 +140,8 @@ def _for_comfyui(arguments: argparse.Namespace, source: Path, base: Path, target
 def _as_lora(arguments: argparse.Namespace, source: Path, rank: int, base: Path | None, target: LoraTarget) -> int:
     """Write a plain LoRA of a file of any kind, and how much of each layer's update is lost."""
     from lora_trainer.lora_format.reading import values
-    from lora_trainer.lora_format.tools.lora_inputs import LoraInput, origin_of, with_comment, write_result
-    from lora_trainer.lora_format.tools.to_lora import to_lora
+    from lora_trainer.lora_tools.lora_inputs import LoraInput, origin_of, with_comment, write_result
+    from lora_trainer.lora_tools.to_lora import to_lora
     from lora_trainer.models.lora_names import read_source
 
     file = read_source(source)

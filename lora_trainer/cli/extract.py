@@ -48,9 +48,9 @@ def extract_command(arguments: argparse.Namespace, unknown: list[Problem]) -> in
     from lora_trainer.lora_format.convert import SourceFile
     from lora_trainer.lora_format.kinds import LORA
     from lora_trainer.lora_format.low_rank import below_share
-    from lora_trainer.lora_format.tools.extraction import Extraction, extract, extraction_problems
-    from lora_trainer.lora_format.tools.lora_inputs import MERGED_FROM, origin_of, write_changes
     from lora_trainer.lora_format.weights import AdapterWeights
+    from lora_trainer.lora_tools.extraction import Extraction, extract, extraction_problems
+    from lora_trainer.lora_tools.lora_inputs import MERGED_FROM, origin_of, write_changes
 
     problems, base, tuned = list(unknown), Path(arguments.base), Path(arguments.tuned)
     rank = number(arguments, "rank", int, lambda value: 1 <= value <= MOST_RANK, problems)

@@ -18,7 +18,7 @@ from lora_trainer.core.io import finite
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.low_rank import LayerRow, RankLimits
-    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget, ToolResult
+    from lora_trainer.lora_tools.lora_inputs import LoraTarget, ToolResult
 
 FORMS = ("kohya", "diffusers")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # torch's names
@@ -109,7 +109,7 @@ def target_of(
     """The file to write. Adds problems of the arguments, among them an OUT that is missing, exists or is an input."""
     import torch
 
-    from lora_trainer.lora_format.tools.lora_inputs import LoraTarget
+    from lora_trainer.lora_tools.lora_inputs import LoraTarget
     from lora_trainer.models.families import FAMILIES
 
     for flag, known in (("to", forms), ("dtype", DTYPES), ("family", FAMILIES)):

@@ -26,7 +26,7 @@ from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.low_rank import RankLimits
-    from lora_trainer.lora_format.tools.lora_inputs import LoraInput, LoraTarget, ToolResult
+    from lora_trainer.lora_tools.lora_inputs import LoraInput, LoraTarget, ToolResult
 
 EXAMPLES = (
     "examples:\n  lora-trainer merge a.safetensors b.safetensors --weights 1 0.6 \\\n    --output both.safetensors\n"
@@ -103,7 +103,7 @@ def read_all(
     Raises UsageError with their problems and those of the arguments.
     """
     from lora_trainer.core.errors import gathering
-    from lora_trainer.lora_format.tools.lora_inputs import read_inputs
+    from lora_trainer.lora_tools.lora_inputs import read_inputs
     from lora_trainer.models.families import FAMILIES
     from lora_trainer.models.lora_names import wrong_family
 
@@ -119,8 +119,8 @@ def read_all(
 
 def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | None, target: LoraTarget) -> ToolResult:
     from lora_trainer.lora_format.low_rank import below_share
-    from lora_trainer.lora_format.tools.combining import combine
-    from lora_trainer.lora_format.tools.lora_inputs import (
+    from lora_trainer.lora_tools.combining import combine
+    from lora_trainer.lora_tools.lora_inputs import (
         MERGED_FROM,
         common_header,
         origin_of,
@@ -145,7 +145,7 @@ def _merge(inputs: list[LoraInput], weights: list[float], keep: RankLimits | Non
 def _into(
     arguments: argparse.Namespace, paths: list[Path], weights: list[float], has_rank: bool, problems: list[Problem]
 ) -> int:
-    from lora_trainer.lora_format.tools.into_base import merge_into
+    from lora_trainer.lora_tools.into_base import merge_into
 
     base, target = Path(arguments.into), output_of(arguments, problems)
     problems += [

@@ -21,7 +21,7 @@ from lora_trainer.core.findings import counted
 
 if TYPE_CHECKING:
     from lora_trainer.lora_format.low_rank import RankLimits
-    from lora_trainer.lora_format.tools.lora_inputs import LoraInput, LoraTarget, ToolResult
+    from lora_trainer.lora_tools.lora_inputs import LoraInput, LoraTarget, ToolResult
 
 EXAMPLES = (
     "examples:\n  lora-trainer resize cat.safetensors --rank 8 --output cat-8.safetensors\n"
@@ -66,8 +66,8 @@ def _resize(source: LoraInput, keep: RankLimits, target: LoraTarget) -> ToolResu
     from dataclasses import asdict, replace
 
     from lora_trainer.lora_format.low_rank import below_share
-    from lora_trainer.lora_format.tools.combining import combine
-    from lora_trainer.lora_format.tools.lora_inputs import common_header, origin_of, with_comment, write_result
+    from lora_trainer.lora_tools.combining import combine
+    from lora_trainer.lora_tools.lora_inputs import common_header, origin_of, with_comment, write_result
 
     combined = combine([source.pairs], [1.0], keep)
     limits = {key: value for key, value in asdict(keep).items() if value is not None}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.lora_format.convert import SourceFile
-from lora_trainer.lora_format.tools.combining import average_of_checkpoints, checkpoints_in, unchanged_rows
+from lora_trainer.lora_tools.combining import average_of_checkpoints, checkpoints_in, unchanged_rows
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import read_source
 from lora_trainer.run.inputs import read_model

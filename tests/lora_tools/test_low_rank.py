@@ -17,9 +17,9 @@ from lora_trainer.lora_format.kinds.full import RowsUpdate, WholeUpdate
 from lora_trainer.lora_format.kinds.lokr import KroneckerUpdate
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.low_rank import EXACT_SIDE, RankLimits, factor, principal, sharing
-from lora_trainer.lora_format.tools.combining import average_of_parameters, cast_for_storage, combine, ema_weights
-from lora_trainer.lora_format.tools.to_lora import to_lora
 from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights
+from lora_trainer.lora_tools.combining import average_of_parameters, cast_for_storage, combine, ema_weights
+from lora_trainer.lora_tools.to_lora import to_lora
 
 NAMES = ("unet.a.attn1.to_q", "unet.a.attn1.to_k", "unet.mid.conv1", "text_encoder.text_model.encoder.layers.0.mlp.fc1")
 SHAPES = {NAMES[0]: (24, 20), NAMES[1]: (9, 20), NAMES[2]: (16, 6, 3, 3), NAMES[3]: (40, 12)}

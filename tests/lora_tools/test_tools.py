@@ -571,7 +571,7 @@ def test_a_full_disk_leaves_no_half_written_base(room, target, tmp_path, capsys,
 def test_a_disk_that_cannot_hold_the_base_is_named_before_writing(tmp_path, bad_inputs, capsys, monkeypatch):
     name = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     lora, _ = files(tmp_path, "cat", LoraWeights({name: pair(32, 32, 2, 1)}))
-    monkeypatch.setattr("lora_trainer.lora_format.tools.into_base.free_bytes", lambda folder: 1_000_000)
+    monkeypatch.setattr("lora_trainer.lora_tools.into_base.free_bytes", lambda folder: 1_000_000)
     out = tmp_path / "out.safetensors"
     assert main(["merge", lora, "--into", str(bad_inputs / "base.safetensors"), "--output", str(out)]) == 2
     assert "its disk has 1.0 MB free" in " ".join(capsys.readouterr().err.split())

@@ -11,9 +11,9 @@ from lora_trainer.lora_format.convert import EARLIER, OF_ONE_FORM, SourceFile
 from lora_trainer.lora_format.kinds import REWRITTEN
 from lora_trainer.lora_format.layer_updates import titles
 from lora_trainer.lora_format.metadata import with_hashes
-from lora_trainer.lora_format.tools.base_layers import read_base_of
 from lora_trainer.lora_format.weights import AdapterWeights
 from lora_trainer.lora_format.writing import plain_forms, write_tensors
+from lora_trainer.lora_tools.base_layers import read_base_of
 from lora_trainer.models.lora_names import names_for
 
 

@@ -21,8 +21,8 @@ from lora_trainer.lora_format.kinds import KINDS, REWRITTEN
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.metadata import network_entries
 from lora_trainer.lora_format.reading import only_lora, some, values
-from lora_trainer.lora_format.tools.combining import Combined, cast_for_storage
 from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, plain_pairs
+from lora_trainer.lora_tools.combining import Combined, cast_for_storage
 from lora_trainer.models.lora_names import families_of, names_for, read_source, write_source, write_weights
 
 if TYPE_CHECKING:

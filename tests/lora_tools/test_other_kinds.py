@@ -20,9 +20,9 @@ from lora_trainer.cli.main import main
 from lora_trainer.lora_format.kinds.dora import DecomposedUpdate
 from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layer_updates import to_lora
-from lora_trainer.lora_format.tools.base_layers import read_base
 from lora_trainer.lora_format.weights import AdapterWeights, adaptable_modules, shapes_of
 from lora_trainer.lora_format.writing import FileLayout, write_lora
+from lora_trainer.lora_tools.base_layers import read_base
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.lora_names import names_of, read_adapter, read_lora
 from lora_trainer.models.quantization.stored_forms import WeightReader

@@ -15,8 +15,8 @@ from lora_trainer.lora_format.kinds import EXTRACTED, KINDS, LORA
 from lora_trainer.lora_format.layer_updates import LayerUpdate
 from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_format.reading import some
-from lora_trainer.lora_format.tools.base_layers import BaseLayers, read_base
 from lora_trainer.lora_format.weights import AdapterWeights
+from lora_trainer.lora_tools.base_layers import BaseLayers, read_base
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from lora_trainer.core.tensorfile import METADATA, hash_of_tensors, read_tensor_
 from lora_trainer.lora_format.low_rank import LayerRow
 from lora_trainer.lora_format.metadata import HASH
 from lora_trainer.lora_format.tensor_file import DTYPES
-from lora_trainer.lora_format.tools.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
-from lora_trainer.lora_format.tools.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, ToolResult, with_weight
+from lora_trainer.lora_tools.base_layers import BaseLayers, misfits_of, read_base, refuse_unwritable
+from lora_trainer.lora_tools.lora_inputs import MERGED_FROM, ORIGIN, LoraInput, ToolResult, with_weight
 from lora_trainer.models.folder import files_of_part
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from lora_trainer.lora_format.kinds.lora import LoraPair
 from lora_trainer.lora_format.layer_updates import LayerUpdate, titles
 from lora_trainer.lora_format.low_rank import LayerRow, RankLimits, factor
 from lora_trainer.lora_format.reading import some
-from lora_trainer.lora_format.tools.base_layers import read_base_of
-from lora_trainer.lora_format.tools.combining import Combined, combine
 from lora_trainer.lora_format.weights import AdapterWeights, LoraWeights, shapes_of
+from lora_trainer.lora_tools.base_layers import read_base_of
+from lora_trainer.lora_tools.combining import Combined, combine
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.published import public_forms
 
