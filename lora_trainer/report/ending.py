@@ -6,10 +6,9 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.core.findings import counted
 from lora_trainer.evaluation.part_words import WORDS
-from lora_trainer.evaluation.verdict import LINE, NOT_COMPARED
-from lora_trainer.report.read import RunReport, mapping, number, sequence, text, whole
+from lora_trainer.evaluation.verdict import NOT_COMPARED
+from lora_trainer.report.read import RANKS, ImageGroup, RunReport, mapping, number, sequence, text, whole
 from lora_trainer.report.verdict_parts import PartInterval, verdict_parts, weakest
 from lora_trainer.run_folder.record import step_files
 
@@ -56,88 +55,115 @@ class Verdict:
 def verdict_of(run: RunReport) -> Verdict:
     """The verdict on every ending of a run, also on one that never recorded how it ended."""
     if run.status in ("done", "refused", "unresolved"):
-        return finished(run)
-    command = resume_command(run)
-    safe = tuple(Reason(sentence) for sentence in what_is_safe(run))
-    of = f" of {run.planned:,}" if run.planned else ""
-    is_exported = exported_file(run).is_file() and run.steps == run.planned
+        return verdict_of_finished(run)
+    command, safe = resume_command(run), what_is_safe(run)
+    of_planned = f" of {run.planned:,}" if run.planned else ""
     if run.status == "stopped":
-        where = "before the LoRA was measured" if is_exported else f"at step {run.steps:,}{of}"
-        headline = f"{'Not known' if is_exported else 'Not yet'}: stopped {where}"
+        headline = f"Not yet: stopped at step {run.steps:,}{of_planned}"
+        if exported_file(run).is_file() and run.steps == run.planned:
+            headline = "Not known: stopped before the LoRA was measured"
         return Verdict("open", "stopped", headline, safe, command=command)
     if run.status == "failed":
-        where = f" after step {run.seen_steps:,}{of}" if run.seen_steps else " before the first step"
-        reason = run.record.reason or ""
-        kept = tuple(each for each in safe if each.what.partition(" ")[0] not in reason)
-        reasons = (*((Reason(reason),) if reason else ()), *kept)
-        return Verdict("bad", "failed", f"Not yet: the training failed{where}", reasons, command=command)
+        headline = "Not yet: the training failed before the first step"
+        if run.seen_steps:
+            headline = f"Not yet: the training failed after step {run.seen_steps:,}{of_planned}"
+        if why := run.record.reason:
+            # A file that the reason names already is not listed again.
+            others = [reason for reason in safe if reason.what.partition(" ")[0] not in why]
+            safe = (Reason(why), *others)
+        return Verdict("bad", "failed", headline, safe, command=command)
     state = Reason("The run is still training, or it was killed before it could record its end.")
-    return Verdict("open", "not ended", f"Not yet: at step {run.seen_steps:,}{of}", (state, *safe), command=command)
+    headline = f"Not yet: at step {run.seen_steps:,}{of_planned}"
+    return Verdict("open", "not ended", headline, (state, *safe), command=command)
 
 
-def finished(run: RunReport) -> Verdict:
-    """The verdict on a run that exported its LoRA; `train` enforces no gate, but the answer is the same."""
-    named = run.record.files["kohya"]
-    if named and not (run.folder / named).is_file():
-        gone = Reason(f"{named} is not in the run's folder: it was moved or deleted.")
-        again = resume_command(run) if run.checkpoints and run.record.keeps_state else None
-        safe = (Reason("The LoRA is exported again from the last checkpoint:", command=again),) if again else ()
-        return Verdict("bad", "missing", "No: its file is missing", (gone, *safe), command=again)
+def verdict_of_finished(run: RunReport) -> Verdict:
+    """The verdict on a run that exported its LoRA. `train` enforces no gate, but the answer is the same as of `produce`."""
+    exported = run.record.files["kohya"]
+    if exported and not (run.folder / exported).is_file():
+        return verdict_without_file(run, exported)
     parts = tuple(verdict_parts(run.record.lora))
+    notes = verdict_notes(run, parts)
     answers = (*strength_answers(run), *step_answers(run))
-    explained = " ".join(
-        message for group in run.lora_findings for _, message in group.about if group.code == NOT_COMPARED
-    )
-    faults = ", ".join(text(fault) for fault in sequence(run.record.lora.get("cannot_tell")))
-    notes = (
-        *([f"The judge cannot tell {faults} on this dataset: look for these in the images."] if faults else []),
-        *unmeasured([part for part in parts if part.value is not None or part.about not in explained]),
-        *ended_early(run),
-    )
-    if run.lora.value is None and run.status != "refused":
-        return Verdict(
-            "fair", "not measured", "Not known: the LoRA was not measured", not_measured(run), answers, notes
-        )
-    if run.lora.outcome == "refused" or (run.status == "refused" and run.lora.outcome != "unresolved"):
-        kept = ("Its files are kept in the folder, marked as refused.",) if run.status == "refused" else ()
+    is_refused, outcome = run.status == "refused", run.lora.outcome
+
+    if run.lora.value is None and not is_refused:
+        headline = "Not known: the LoRA was not measured"
+        return Verdict("fair", "not measured", headline, not_measured(run), answers, notes)
+
+    if outcome == "unresolved":
+        about_parts = [group for group in run.lora_findings if group.code in WORDS or group.code == NOT_COMPARED]
+        reasons = (*reasons_in(about_parts, "warning"), *below_minimum(run))
+        default = Reason("A part's interval has its minimum inside.")
+        return Verdict("fair", "not decided", "Not decided yet", reasons or (default,), answers, notes)
+
+    if is_refused or outcome == "refused":
+        if is_refused:
+            notes = ("Its files are kept in the folder, marked as refused.", *notes)
         # The strength of a LoRA that is not to be used matters only where others were compared.
         if not run.record.lora.get("choice"):
             answers = step_answers(run)
-        return Verdict("bad", "refused", "No, do not use it", refusals(run), answers, (*kept, *notes))
-    if run.lora.outcome == "unresolved":
-        return Verdict("fair", "not decided", "Not decided yet", undecided(run), answers, notes)
-    if run.lora.outcome != "passed" or weakest(parts) is None:
-        reason = Reason(
-            "Its score has no outcome and no intervals that this version knows.",
-            "To measure it again, in the run's folder:",
-            validate_command(run),
-        )
+        reasons = (*reasons_in(run.lora_findings, "error"), *below_minimum(run))
+        default = Reason(run.record.reason or "A part is below its minimum.")
+        return Verdict("bad", "refused", "No, do not use it", reasons or (default,), answers, notes)
+
+    if outcome != "passed" or weakest(parts) is None:
+        what = "Its score has no outcome and no intervals that this version knows."
+        reason = Reason(what, "To measure it again, in the run's folder:", validate_command(run))
         headline = "Not known: it was measured by an earlier version"
         return Verdict("fair", "not known", headline, (reason, *below_minimum(run)), answers, notes)
+
     if run.dataset.passed:
-        return Verdict("good", "passed", "Yes, you can use it", why_passed(run, parts), answers, notes)
-    reasons = (*why_passed(run, parts), *below_minimum(run))
+        return Verdict("good", "passed", "Yes, you can use it", (why_passed(run, parts),), answers, notes)
+    reasons = (why_passed(run, parts), *below_minimum(run))
     return Verdict("fair", "passed", "Yes, but look at its dataset", reasons, answers, notes)
 
 
-def why_passed(run: RunReport, parts: tuple[PartInterval, ...]) -> tuple[Reason, ...]:
-    """The rates of the samples, and how many parts passed."""
-    least = weakest(parts)
-    if least is None or least.value is None:
-        return ()
-    gate = LINE if run.lora.gate is None else run.lora.gate
-    if gate == 0:
-        return (Reason("No minimum was set (gates.lora=0), so nothing could refuse it.", "Look at its parts below."),)
-    measured = sum(part.value is not None for part in parts)
-    count = f"All {measured} parts that were measured are" if measured > 1 else "The part that was measured is"
-    rates = [
-        part.about.partition(" (")[0] for part in parts if part.name in ("shows", "whole", "is_new") and part.about
-    ]
-    return (Reason(f"{'; '.join(rates)}." if rates else f"{count} above their minimum."),)
+def verdict_without_file(run: RunReport, exported: str) -> Verdict:
+    """The verdict on a finished run whose LoRA is not in its folder any more."""
+    missing = Reason(f"{exported} is not in the run's folder: it was moved or deleted.")
+    if not run.checkpoints or not run.record.keeps_state:
+        return Verdict("bad", "missing", "No: its file is missing", (missing,))
+    command = resume_command(run)
+    again = Reason("The LoRA is exported again from the last checkpoint:", command=command)
+    return Verdict("bad", "missing", "No: its file is missing", (missing, again), command=command)
+
+
+def verdict_notes(run: RunReport, parts: Sequence[PartInterval]) -> tuple[str, ...]:
+    """What the judge cannot tell, which parts were not measured and why, and why the training ended early."""
+    notes = []
+    if faults := ", ".join(map(text, sequence(run.record.lora.get("cannot_tell")))):
+        notes.append(f"The judge cannot tell {faults} on this dataset: look for these in the images.")
+    findings = [group for group in run.lora_findings if group.code == NOT_COMPARED]
+    explained = " ".join(message for group in findings for _, message in group.about)
+    titles: dict[str, list[str]] = {}  # of the parts that were not measured, by the reason
+    for part in parts:
+        if part.value is None and part.about not in explained:
+            titles.setdefault(part.about, []).append(part.title.lower())
+    notes += [f"Not measured: {', '.join(names)} ({reason})." for reason, names in titles.items()]
+    if run.status == "done" and run.planned is not None and run.steps < run.planned:
+        reason = run.record.reason or "train.max_hours is over"
+        notes.append(f"The training ended after {run.steps:,} of {run.planned:,} steps: {reason}.")
+    return tuple(notes)
+
+
+def why_passed(run: RunReport, parts: Sequence[PartInterval]) -> Reason:
+    """The rates of the samples, else how many parts passed."""
+    if run.lora.gate == 0:
+        return Reason("No minimum was set (gates.lora=0), so nothing could refuse it.", "Look at its parts below.")
+    counts_samples = [part for part in parts if part.name in ("shows", "whole", "is_new") and part.about]
+    if counts_samples:
+        # Without the gate, which follows in brackets.
+        rates = [part.about.partition(" (")[0] for part in counts_samples]
+        return Reason(f"{'; '.join(rates)}.")
+    measured = [part for part in parts if part.value is not None]
+    if len(measured) == 1:
+        return Reason("The part that was measured is above their minimum.")
+    return Reason(f"All {len(measured)} parts that were measured are above their minimum.")
 
 
 def below_minimum(run: RunReport) -> tuple[Reason, ...]:
-    """A dataset below its minimum score."""
+    """A dataset below its minimum score; empty where it passes or was not scored."""
     score = run.dataset
     if score.value is None or score.gate is None or score.value >= score.gate:
         return ()
@@ -145,41 +171,30 @@ def below_minimum(run: RunReport) -> tuple[Reason, ...]:
     return (Reason(what, "What to change is under “Dataset” below."),)
 
 
-def refusals(run: RunReport) -> tuple[Reason, ...]:
-    """Each error that refuses the LoRA, with its fix."""
-    errors = [group for group in run.lora_findings if group.severity == "error"]
-    found = tuple(Reason(message, group.fix) for group in errors for _, message in group.about)
-    return (*found, *below_minimum(run)) or (Reason(run.record.reason or "A part is below its minimum."),)
-
-
-def undecided(run: RunReport) -> tuple[Reason, ...]:
-    """What is not decided about the LoRA, and what would decide it."""
-    groups = [group for group in run.lora_findings if group.code in {*WORDS, NOT_COMPARED}]
-    open_parts = [group for group in groups if group.severity == "warning"]
-    found = tuple(Reason(message, group.fix) for group in open_parts for _, message in group.about)
-    return (*found, *below_minimum(run)) or (Reason("A part's interval has its minimum inside."),)
+def reasons_in(groups: Sequence[ImageGroup], *severities: str) -> tuple[Reason, ...]:
+    """Each finding of these severities, with its fix."""
+    return tuple(
+        Reason(message, group.fix) for group in groups if group.severity in severities for _, message in group.about
+    )
 
 
 def not_measured(run: RunReport) -> tuple[Reason, ...]:
     """Why nothing was measured, and the command that measures it."""
-    off = run.record.setting("gates.lora_check") == "off"
-    why = "gates.lora_check=off: no part of the verdict was measured, and no images were made."
-    reason = Reason(
-        why if off else "No part of the verdict was measured.",
-        "To measure it now, in the run's folder:",
-        validate_command(run),
-    )
-    errors = (Reason(message, group.fix) for group in run.lora_findings for _, message in group.about)
-    return (reason, *errors, *below_minimum(run))
+    what = "No part of the verdict was measured."
+    if run.record.setting("gates.lora_check") == "off":
+        what = "gates.lora_check=off: no part of the verdict was measured, and no images were made."
+    reason = Reason(what, "To measure it now, in the run's folder:", validate_command(run))
+    return (reason, *reasons_in(run.lora_findings, *RANKS), *below_minimum(run))
 
 
 def strength_answers(run: RunReport) -> tuple[Answer, ...]:
     """The strength to use: the advised one, none where it is refused, else 1.0 with the command that compares others."""
-    choice = mapping(run.record.lora.get("choice"))
-    question, strength = "At which strength?", number(choice.get("strength"))
+    question, choice = "At which strength?", mapping(run.record.lora.get("choice"))
+    strength, advice = number(choice.get("strength")), text(choice.get("advice"))
+    if strength is not None and choice.get("outcome") == "refused":
+        return (Answer(question, "none is advised", advice),)
     if strength is not None:
-        answer = "none is advised" if choice.get("outcome") == "refused" else str(strength)
-        return (Answer(question, answer, text(choice.get("advice"))),)
+        return (Answer(question, str(strength), advice),)
     if released_step(run) is None:
         return ()
     if run.lora.value is None:
@@ -190,65 +205,51 @@ def strength_answers(run: RunReport) -> tuple[Answer, ...]:
 
 def step_answers(run: RunReport) -> tuple[Answer, ...]:
     """The step whose weights are in the file, why, and a better one where the comparison found it."""
-    released = released_step(run)
+    question, released = "From which step?", released_step(run)
     if released is None:
         return ()
-    reason = text(run.record.released.get("reason")).rstrip(".")
-    of = f" of {run.steps:,}" if run.steps else ""
+    exported = f"{released:,} of {run.steps:,}" if run.steps else f"{released:,}"
     choice = mapping(run.record.lora.get("choice"))
-    advised = None if choice.get("outcome") == "refused" else whole(choice.get("step"))
-    if advised is not None and advised != released:
-        about = f"The exported file has step {released:,}{of}."
-        return (Answer("From which step?", f"{advised:,}", about),)
-    if reason and "=" not in reason.partition(":")[0]:  # the name of a setting stays as it is typed
-        reason = f"{reason[:1].upper()}{reason[1:]}"
-    return (Answer("From which step?", f"{released:,}{of}", f"{reason}." if reason else ""),)
+    advised = whole(choice.get("step"))
+    if advised not in (None, released) and choice.get("outcome") != "refused":
+        return (Answer(question, f"{advised:,}", f"The exported file has step {exported}."),)
+    reason = text(run.record.released.get("reason")).rstrip(".")
+    if not reason:
+        return (Answer(question, exported),)
+    if "=" not in reason.partition(":")[0]:  # the name of a setting stays as it is typed
+        reason = f"{reason[0].upper()}{reason[1:]}"
+    return (Answer(question, exported, f"{reason}."),)
 
 
-def unmeasured(parts: Sequence[PartInterval]) -> tuple[str, ...]:
-    """One sentence for each reason why parts were not measured."""
-    reasons: dict[str, list[str]] = {}
-    for part in parts:
-        if part.value is None:
-            reasons.setdefault(part.about, []).append(part.title.lower())
-    return tuple(f"Not measured: {', '.join(names)} ({reason})." for reason, names in reasons.items())
-
-
-def ended_early(run: RunReport) -> tuple[str, ...]:
-    """Why a finished run has fewer steps than planned."""
-    if run.status != "done" or run.planned is None or run.steps >= run.planned:
-        return ()
-    why = run.record.reason or "train.max_hours is over"
-    return (f"The training ended after {run.steps:,} of {run.planned:,} steps: {why}.",)
-
-
-def what_is_safe(run: RunReport) -> list[str]:
-    """Sentences on the files of an unfinished run that can be used."""
-    sentences = []
-    kohya = exported_file(run)
-    if kohya.is_file():
-        sentences.append(f"{kohya.name} is complete, but this session did not evaluate it.")
-    else:
-        sentences.append("No LoRA is exported yet.")
-    if run.checkpoints:
-        others = f" ({counted(len(run.checkpoints), 'checkpoint')} in all)" if len(run.checkpoints) > 1 else ""
-        sentences.append(f"checkpoints/{run.checkpoints[0]} is safe{others}.")
-    else:
-        sentences.append("No checkpoint was written: --resume starts at step 0.")
-    return sentences
+def what_is_safe(run: RunReport) -> tuple[Reason, ...]:
+    """A sentence on the LoRA of an unfinished run, and one on its checkpoints."""
+    lora, saved = "No LoRA is exported yet.", "No checkpoint was written: --resume starts at step 0."
+    if exported_file(run).is_file():
+        lora = f"{exported_file(run).name} is complete, but this session did not evaluate it."
+    if len(run.checkpoints) == 1:
+        saved = f"checkpoints/{run.checkpoints[0]} is safe."
+    elif run.checkpoints:
+        saved = f"checkpoints/{run.checkpoints[0]} is safe ({len(run.checkpoints)} checkpoints in all)."
+    return Reason(lora), Reason(saved)
 
 
 def resume_command(run: RunReport) -> str:
-    """The command that resumes the run, wherever its folder is now; one without state starts anew, from its weights if they are kept."""
-    place, command = run.folder.resolve(), "produce" if run.record.gates_enforced else "train"
-    config, kept = place / "config.toml", step_files(place)
-    if config.is_file():
-        words = ["lora-trainer", command, "--config", str(config), "--output", str(place.parent), "--name"]
-        if not run.record.keeps_state and (kept or run.checkpoints):
-            weights = ["--set", f"lora.network_weights={kept[-1]}"] if kept else []
-            return shlex.join([*words, f"{place.name}-2", *weights])
-        return shlex.join([*words, place.name, "--resume"])
-    return "Run the same command again, with --resume."
+    """The command that resumes the run, wherever its folder is now.
+
+    A run whose checkpoints have no state (`checkpoint.save_state=false`) starts anew, from its newest weights if they are kept.
+    """
+    folder = run.folder.resolve()
+    config, weights = folder / "config.toml", step_files(folder)
+    if not config.is_file():
+        return "Run the same command again, with --resume."
+    command = "produce" if run.record.gates_enforced else "train"
+    words = ["lora-trainer", command, "--config", str(config), "--output", str(folder.parent), "--name"]
+    if run.record.keeps_state or not (weights or run.checkpoints):
+        return shlex.join([*words, folder.name, "--resume"])
+    words.append(f"{folder.name}-2")
+    if weights:
+        words += ["--set", f"lora.network_weights={weights[-1]}"]
+    return shlex.join(words)
 
 
 def validate_command(run: RunReport) -> str:

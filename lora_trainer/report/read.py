@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +127,18 @@ class RunReport:
         return self.record.planned_steps
 
     @property
+    def on_gpu(self) -> bool:
+        return text(self.record.hardware.get("device")).startswith("cuda")
+
+    @property
+    def checkpoint_stall(self) -> float | None:
+        """Seconds for which writing a checkpoint stopped the steps, as the median; None where none was written."""
+        return number(mapping(self.record.checkpoints.get("stall_seconds")).get("median"))
+
+    @property
     def best_val_loss(self) -> Point | None:
         measured = [point for point in self.validation if math.isfinite(point[1])]
-        return min(measured, key=lambda point: point[1]) if measured else None
+        return min(measured, key=lambda point: point[1], default=None)
 
 
 def read_run(folder: Path, record: Record | None = None) -> RunReport:
@@ -140,21 +150,17 @@ def read_run(folder: Path, record: Record | None = None) -> RunReport:
                 "not_a_run", f"{folder} holds no run: there is no run.json.", "Give the folder OUTPUT/NAME of a run."
             )
         )
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if isinstance(row, dict)]
-    validation = [row for row in read_lines(folder / "validation.jsonl") if isinstance(row, dict)]
-    data, lora = record.dataset, record.lora
-    gates = record.section("gates")
+    rows, validation = read_lines(folder / "metrics.jsonl"), read_lines(folder / "validation.jsonl")
+    gates, lora = record.section("gates"), record.lora
+    parts = {name: number(value) for name, value in mapping(record.dataset.get("parts")).items()}
+    of_dataset = tuple((name, value) for name, value in parts.items() if value is not None)
+    gate = number(lora.get("gate", gates.get("lora")))
     return RunReport(
         folder=folder,
         record=record,
-        dataset=Score(record.scores["dataset"], number(gates.get("dataset")), parts_of(data)),
-        lora=Score(
-            record.scores["lora"],
-            number(lora.get("gate", gates.get("lora"))),
-            (),
-            text(lora.get("outcome")),
-        ),
-        data_findings=grouped(data.get("findings")),
+        dataset=Score(record.scores["dataset"], number(gates.get("dataset")), of_dataset),
+        lora=Score(record.scores["lora"], gate, (), text(lora.get("outcome"))),
+        data_findings=grouped(record.dataset.get("findings")),
         lora_findings=grouped(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
         system=tuple(read_lines(folder / SYSTEM)),
@@ -187,42 +193,33 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
+    """The value as a whole number, cut at the decimal point; None for everything else."""
+    finite = number(value)
+    return None if finite is None else int(finite)
 
 
 def column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
-    """(step, value) of the rows that have the column, in the order of steps."""
-    found: dict[float, float] = {}
+    """(step, value) of the rows that have the column, in the order of steps; NaN for a value that is no number."""
+    values: dict[float, float] = {}
     for row in rows:
         step = number(row.get("step"))
         if step is not None and name in row:
             value = number(row[name])
-            found[step] = math.nan if value is None else value
-    return tuple(sorted(found.items()))
-
-
-def parts_of(gate: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    parts = mapping(gate.get("parts"))
-    return tuple((name, value) for name, each in parts.items() if (value := number(each)) is not None)
+            values[step] = math.nan if value is None else value
+    return tuple(sorted(values.items()))
 
 
 def grouped(findings: Any) -> tuple[ImageGroup, ...]:
     """Findings of one kind together, worst first; files are named without their folders."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for finding in map(mapping, sequence(findings)):
-        if finding:
-            groups.setdefault((text(finding.get("severity")), text(finding.get("code"))), []).append(finding)
-    ordered = sorted(groups.items(), key=lambda entry: RANKS.get(entry[0][0], 3))
-    return tuple(
-        ImageGroup(
-            code,
-            severity,
-            text(found[0].get("fix")),
-            tuple((re.split(r"[/\\]", text(each.get("path")))[-1], text(each.get("message"))) for each in found),
-        )
-        for (severity, code), found in ordered
-    )
+    groups: dict[tuple[str, str], ImageGroup] = {}
+    about = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
+    for finding in filter(None, map(mapping, sequence(findings))):
+        severity, code = text(finding.get("severity")), text(finding.get("code"))
+        groups.setdefault((severity, code), ImageGroup(code, severity, text(finding.get("fix")), ()))
+        file = re.split(r"[/\\]", text(finding.get("path")))[-1]
+        about[severity, code].append((file, text(finding.get("message"))))
+    complete = [replace(group, about=tuple(about[key])) for key, group in groups.items()]
+    return tuple(sorted(complete, key=lambda group: RANKS.get(group.severity, len(RANKS))))
 
 
 def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
@@ -230,46 +227,46 @@ def images_in(folder: Path, *, ended: bool) -> Iterable[Image]:
 
     Without `ended` the latter are skipped: they are of an earlier end, before the run was resumed.
     """
-    by_step = [
-        (int(match[1]), path) for path in folder.glob("step-*.json") if (match := STEP_RECIPE.fullmatch(path.name))
-    ]
-    last = folder / f"{BEFORE_AFTER}.json"
-    for step, path in [*sorted(by_step), *([(None, last)] if ended and last.is_file() else [])]:
-        yield from images_of(path, step)
+    for path in sorted(folder.glob("step-*.json"), key=lambda path: (len(path.name), path.name)):
+        if match := STEP_RECIPE.fullmatch(path.name):
+            yield from images_of(path, int(match[1]))
+    if ended:
+        yield from images_of(folder / f"{BEFORE_AFTER}.json", None)
 
 
 def images_of(recipe_file: Path, step: int | None) -> Iterable[Image]:
-    """The images of one recipe that are there; none where it cannot be read."""
+    """The images of one recipe that are there; none where it is missing or cannot be read."""
     try:
         recipe = mapping(read_json(recipe_file))
     except (OSError, ValueError):
         return
-    strengths = [each for value in sequence(recipe.get("strengths", [1.0])) if (each := number(value)) is not None]
-    for index, asked in enumerate(map(mapping, sequence(recipe.get("images")))):
-        for strength in (None, *strengths):
-            drawn = recipe_file.parent / image_name(recipe_file.stem, index, strength)
-            if drawn.is_file():
-                yield Image(text(asked.get("prompt")), whole(asked.get("seed")) or 0, step, strength, drawn)
+    # None is the base model, without the LoRA.
+    strengths = [None, *filter(lambda value: value is not None, map(number, sequence(recipe.get("strengths", [1.0]))))]
+    for index, sample in enumerate(map(mapping, sequence(recipe.get("images")))):
+        for strength in strengths:
+            path = recipe_file.parent / image_name(recipe_file.stem, index, strength)
+            if path.is_file():
+                yield Image(text(sample.get("prompt")), whole(sample.get("seed")) or 0, step, strength, path)
 
 
 def settings_of(record: Record) -> tuple[SettingRow, ...]:
     """Every setting of the record, with what the schema says of those that it still knows."""
-    kinds, found = section_types(), []
+    sections, rows = section_types(), []
     for section, values in record.config.items():
+        fields = sections[section].model_fields if section in sections else {}
         for key, value in mapping(values).items():
-            name, fields = f"{section}.{key}", kinds[section].model_fields if section in kinds else {}
-            about = (fields[key].description or "") if key in fields else ""
-            shown, origin = used_value(value, record.pinned.get(name, ())), record.origins.get(name, "unknown")
-            default = written(fields[key].get_default(call_default_factory=True)) if key in fields else None
-            found.append(SettingRow(name, shown, origin, about, origin != "default" and written(value) != default))
-    return tuple(found)
-
-
-def used_value(value: Any, decided: Sequence[Any]) -> str:
-    """A setting as the run used it: `fp32 (set: auto)` where its own choice is another value than the config's."""
-    if len(decided) != 2 or decided[1] == value:
-        return written(value)
-    return f"{written(decided[1])} (set: {written(value)})"
+            name, shown, about, default = f"{section}.{key}", written(value), "", None
+            if key in fields:
+                about = fields[key].description or ""
+                default = written(fields[key].get_default(call_default_factory=True))
+            origin = record.origins.get(name, "unknown")
+            is_chosen = origin != "default" and shown != default
+            # The run may have used another value than its config has: as set, and as used.
+            pinned = record.pinned.get(name, ())
+            if len(pinned) == 2 and pinned[1] != value:
+                shown = f"{written(pinned[1])} (set: {shown})"
+            rows.append(SettingRow(name, shown, origin, about, is_chosen))
+    return tuple(rows)
 
 
 def written(value: Any) -> str:
@@ -277,10 +274,12 @@ def written(value: Any) -> str:
     if value is None or value == []:
         return "not set"
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, list | tuple):
-        return ", ".join(written(each) for each in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return ", ".join(map(written, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def checkpoints_in(folder: Path) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from lora_trainer.monitor.idle import (
 from lora_trainer.monitor.slowness import waiting_limit
 from lora_trainer.report.chart import short
 from lora_trainer.report.figures import waiting_share
-from lora_trainer.report.read import RunReport, mapping, number, text
+from lora_trainer.report.read import RunReport, number, text
 
 SECONDS_STALLED = 1.0
 IN_A_PROFILE = ("elsewhere", "data", "block_swap", "launches", "unknown")  # causes that a profile measures itself
@@ -42,30 +42,22 @@ def targets_of(run: RunReport) -> list[Target]:
 
     A GPU whose utilization was not measured is named, with the reason.
     """
-    seen, found = seen_of(run), list[Target]()
-    on_gpu = str(run.record.hardware.get("device", "")).startswith("cuda")
-    if on_gpu:
-        utilization, memory = number(seen.get("gpu_utilization")), number(seen.get("memory"))
-        busy = share("GPU utilization", utilization, over=BUSY)
-        about = why_not_measured(run) if utilization is None else ""
-        found.append(replace(busy, aim=f"{busy.aim}, better {AIM:.0%}", about=about))
-        held = share("GPU memory, of what is allowed", memory, over=FULL_MEMORY)
-        found.append(replace(held, about=larger_micro(setup_of(run)) if held.met is False else ""))
-        found.append(share("CPU utilization", number(seen.get("cpu")), under=0.8))
-    found.append(share("system memory (RAM)", number(seen.get("system_memory")), under=0.85))
-    found.append(share("I/O wait", number(seen.get("io_wait")), under=0.1))
-    found.append(share("steps wait for data", waiting_share(run), under=waiting_limit(cached=caches_latents(run))))
-    stall = number(mapping(run.record.checkpoints.get("stall_seconds")).get("median"))
-    seen_stall = "" if stall is None else f"{short(1000 * stall)} ms"
-    found.append(
-        Target(
-            "a checkpoint stops the steps",
-            "under 1 s",
-            seen_stall,
-            stall < SECONDS_STALLED if stall is not None else None,
-        )
-    )
-    return [target for target in found if target.met is not None or (target.about and on_gpu)]
+    seen, targets = {name: number(value) for name, value in seen_of(run).items()}, list[Target]()
+    if run.on_gpu:
+        busy = compare_share("GPU utilization", seen.get("gpu_utilization"), over=BUSY)
+        about = why_not_measured(run) if busy.met is None else ""
+        targets.append(replace(busy, aim=f"{busy.aim}, better {AIM:.0%}", about=about))
+        memory = compare_share("GPU memory, of what is allowed", seen.get("memory"), over=FULL_MEMORY)
+        targets.append(replace(memory, about=larger_micro(setup_of(run)) if memory.met is False else ""))
+        targets.append(compare_share("CPU utilization", seen.get("cpu"), under=0.8))
+    limit = waiting_limit(cached=caches_latents(run))
+    targets.append(compare_share("system memory (RAM)", seen.get("system_memory"), under=0.85))
+    targets.append(compare_share("I/O wait", seen.get("io_wait"), under=0.1))
+    targets.append(compare_share("steps wait for data", waiting_share(run), under=limit))
+    if (stall := run.checkpoint_stall) is not None:
+        milliseconds, is_short = f"{short(1000 * stall)} ms", stall < SECONDS_STALLED
+        targets.append(Target("a checkpoint stops the steps", "under 1 s", milliseconds, is_short))
+    return [target for target in targets if target.met is not None or target.about]
 
 
 def why_not_measured(run: RunReport) -> str:
@@ -104,22 +96,23 @@ def idle_causes(run: RunReport, *, profiled: bool = False) -> list[tuple[IdleCau
 
     Of a run with a profile only what the profile does not measure.
     """
-    measured = {name: value for name, each in seen_of(run).items() if (value := number(each)) is not None}
-    found = list[tuple[IdleCause, str]]()
+    seen = {name: number(value) for name, value in seen_of(run).items()}
+    measured = {name: value for name, value in seen.items() if value is not None}
+    causes = list[tuple[IdleCause, str]]()
     for cause in causes_of(measured, setup_of(run), clocks_of(run.system)):
-        if profiled and cause.name in IN_A_PROFILE:
-            continue
-        words = ["lora-trainer", "bench", "step", "--config", "config.toml", "--compare", cause.setting]
+        words = list[str]()
         if cause.name == "unknown":
             words = ["lora-trainer", "train", "--config", "config.toml", "--name", f"{run.name}-profile", "--profile"]
-        found.append((cause, shlex.join(words) if cause.setting or cause.name == "unknown" else ""))
-    return found
+        elif cause.setting:
+            words = ["lora-trainer", "bench", "step", "--config", "config.toml", "--compare", cause.setting]
+        if not profiled or cause.name not in IN_A_PROFILE:
+            causes.append((cause, shlex.join(words)))
+    return causes
 
 
-def share(name: str, seen: float | None, *, over: float | None = None, under: float | None = None) -> Target:
-    """A target for a share from 0 to 1."""
-    aim = f"over {over:.0%}" if over is not None else f"under {under or 0.0:.0%}"
+def compare_share(name: str, seen: float | None, *, over: float = 0.0, under: float = 0.0) -> Target:
+    """A target for a share from 0 to 1, which is to be `over` one value, or `under` it."""
+    aim = f"over {over:.0%}" if over else f"under {under:.0%}"
     if seen is None:
         return Target(name, aim, "", None)
-    met = seen > over if over is not None else seen < (under or 0.0)
-    return Target(name, aim, f"{100 * seen:.1f} %", met)
+    return Target(name, aim, f"{100 * seen:.1f} %", seen > over if over else seen < under)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -39,7 +39,7 @@ MOST_COMPARED = 12  # columns that can still be read
 TEMPLATES = Path(__file__).parent / "page"
 # Of a terminal, and those that turn the direction of a line: names and captions may hold them.
 COMMANDING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-SETTLED = ("config.toml", RECORD, "metrics.jsonl", "validation.jsonl", "system.jsonl")
+ALWAYS_WRITTEN = ("config.toml", RECORD, "metrics.jsonl", "validation.jsonl", "system.jsonl")
 
 
 def write_report(folder: Path, page: Path | None = None) -> Path:
@@ -54,13 +54,14 @@ def write_report(folder: Path, page: Path | None = None) -> Path:
 
 def advice_lines(folder: Path) -> list[str]:
     """For a terminal: why the run's GPU was idle, and a command to measure what may help. Raises as `write_report`."""
-    run = read_run(folder)
-    used = number(seen_of(run).get("gpu_utilization"))
-    return [
-        f"GPU utilization {used or 0.0:.0%}: {cause}"
-        + (f" To measure whether it helps, in {folder}: {command}" if command else "")
-        for cause, command in idle_causes(run)
-    ]
+    run, lines = read_run(folder), []
+    used = number(seen_of(run).get("gpu_utilization")) or 0.0
+    for cause, command in idle_causes(run):
+        line = f"GPU utilization {used:.0%}: {cause}"
+        if command:
+            line += f" To measure whether it helps, in {folder}: {command}"
+        lines.append(line)
+    return lines
 
 
 def write_comparison(folders: Sequence[Path], page: Path) -> Failures:
@@ -81,8 +82,13 @@ def render_run(run: RunReport) -> str:
     """The whole page of one run."""
     parts = tuple(verdict_parts(run.record.lora))
     gallery = gallery_of(run, parts)
-    buckets = buckets_of(run)
-    times = read_times(run) if (run.folder / PROFILE).is_dir() and run.series["seconds"] else None
+    # Size and number of images, most first.
+    counts = {size: whole(count) or 0 for size, count in mapping(run.record.dataset.get("buckets")).items()}
+    buckets = sorted(((size, count) for size, count in counts.items() if count), key=lambda bucket: -bucket[1])
+    times, idle = None, idle_causes(run)
+    if (run.folder / PROFILE).is_dir() and run.series["seconds"]:
+        times = read_times(run)
+        idle = list(times.causes)
     return render(
         "report.html",
         title=f"{run.name}: training report",
@@ -95,7 +101,7 @@ def render_run(run: RunReport) -> str:
         figures=figures_of(run),
         waits=WAITS,
         targets=targets_of(run),
-        idle=times.causes if times else idle_causes(run),
+        idle=idle,
         utilization=number(seen_of(run).get("gpu_utilization")),
         charts=charts_of(run),
         gallery=gallery,
@@ -118,45 +124,36 @@ def render_run(run: RunReport) -> str:
 
 def render_comparison(runs: Sequence[RunReport], failures: Failures) -> str:
     """Several runs on one page: scores, settings that differ, curves over each other, and why runs failed."""
-    values = [{setting.name: setting.value for setting in run.settings} for run in runs]
-    names = dict.fromkeys(name for each in values for name in each if name not in ("run.name", "run.output"))
-    figures = [
-        {
-            figure.name: f"{figure.value} ({figure.beside})" if figure.beside else figure.value
-            for figure in figures_of(run)
-        }
-        for run in runs
-    ]
-    known = dict.fromkeys(name for each in figures for name in each)
-    run_names = names_of(runs)
-    verdicts = [verdict_of(run) for run in runs]
+    names, verdicts = names_of(runs), [verdict_of(run) for run in runs]
+    answers = [{answer.question: answer for answer in verdict.answers} for verdict in verdicts]
     parts = [{part.name: part for part in verdict_parts(run.record.lora)} for run in runs]
-    part_names = dict.fromkeys(name for each in parts for name in each)
-    questions = dict.fromkeys(answer.question for verdict in verdicts for answer in verdict.answers)
-    sheet = compared_images(runs, run_names)
+    figures = [{figure.name: figure.line for figure in figures_of(run)} for run in runs]
+    settings = [{setting.name: setting.value for setting in run.settings} for run in runs]
+    differing = [
+        (name, values)
+        for name, values in side_by_side(settings, "–")
+        if len(set(values)) > 1 and name not in ("run.name", "run.output")
+    ]
+    sheet = compared_images(runs, names)
     return render(
         "comparison.html",
-        title="Runs compared: " + ", ".join(run_names),
-        runs=list(zip(run_names, runs, verdicts, strict=True)),
-        answer_rows=[
-            (
-                question,
-                [next((each for each in verdict.answers if each.question == question), None) for verdict in verdicts],
-            )
-            for question in questions
-        ],
-        part_rows=[[each.get(name) for each in parts] for name in part_names],
-        figure_rows=[(name, [each.get(name, "–") for each in figures]) for name in known],
-        differing=[
-            (name, [each.get(name, "–") for each in values])
-            for name in names
-            if len({each.get(name) for each in values}) > 1
-        ],
+        title="Runs compared: " + ", ".join(names),
+        runs=list(zip(names, runs, verdicts, strict=True)),
+        answer_rows=side_by_side(answers),
+        part_rows=[cells for _, cells in side_by_side(parts)],
+        figure_rows=side_by_side(figures, "–"),
+        differing=differing,
         charts=comparison_charts(runs),
         failures=failures,
         sheet=sheet,
         images=embedded(path for row in sheet.rows for path in row.images if path),
     )
+
+
+def side_by_side(tables: Sequence[Mapping[str, Any]], missing: str | None = None) -> list[tuple[str, list[Any]]]:
+    """Each name that one of the tables has, in their order, and its value in each of them, or `missing`."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [(name, [table.get(name, missing) for table in tables]) for name in names]
 
 
 def render(template: str, *, folder: Path = TEMPLATES, scripts: Sequence[str] = (), **values: Any) -> str:
@@ -194,59 +191,54 @@ def templates_of(folder: Path) -> Environment:
 
 def meta_of(run: RunReport) -> list[str]:
     """The line under the title: when, on what, how often."""
-    model, sessions = run.record.model, run.record.sessions
-    built_in = not run.record.setting("model.path")
-    base = "the built-in model" if built_in else re.split(r"[/\\\\]", model.get("path", ""))[-1]
-    facts = [moment(run.record.started), f"{model.get('family', '')} on {base}" if model else None]
-    return [*(each for each in facts if each), *([f"{sessions} sessions"] if sessions > 1 else [])]
+    facts = [moment(run.record.started)]
+    if run.record.model:
+        base = "the built-in model"
+        if run.record.setting("model.path"):
+            base = re.split(r"[/\\]", run.record.model.get("path", ""))[-1]
+        facts.append(f"{run.record.model.get('family', '')} on {base}")
+    if run.record.sessions > 1:
+        facts.append(f"{run.record.sessions} sessions")
+    return [fact for fact in facts if fact]
 
 
 def prompt_for_a1111(run: RunReport) -> str:
     """The text that draws the first sample in A1111 and Forge; empty where the run has none."""
     name = run.record.files.get("a1111")
-    path = run.folder / Path(name or "").name
+    if not name:
+        return ""
     try:
-        return path.read_text(encoding="utf-8")[:MOST_PROMPT].strip() if name else ""
+        return (run.folder / Path(name).name).read_text(encoding="utf-8")[:MOST_PROMPT].strip()
     except (OSError, ValueError):
         return ""
 
 
 def dataset_line(run: RunReport) -> str:
     """The numbers of images."""
-    data = run.record.dataset
-    samples, validation = whole(data.get("samples")), whole(data.get("validation"))
+    samples, validation = (whole(run.record.dataset.get(key)) for key in ("samples", "validation"))
     if samples is None:
         return "run.json has no entry for the dataset."
-    line = counted(samples, "usable image")
-    return f"{line}, {validation} of them for validation." if validation is not None else f"{line}."
+    if validation is None:
+        return f"{counted(samples, 'usable image')}."
+    return f"{counted(samples, 'usable image')}, {validation} of them for validation."
 
 
 def happened_in(run: RunReport) -> list[tuple[str, str]]:
-    """Step and message of every event of the run, in order.
-
-    Events that a repeated step repeats are listed once. Read from events.jsonl, which an unfinished run has too.
-    """
-    rows = read_lines(run.folder / EVENTS) or run.record.events
-    found = [(whole(mapping(row).get("step")), text(mapping(row).get("message"))) for row in rows]
-    return [(f"{step:,}", message) for step, message in dict.fromkeys(found) if step is not None and message]
+    """Step and message of every event of the run, in order. Events that a repeated step repeats are listed once."""
+    # An unfinished run has events.jsonl, too.
+    events = map(mapping, read_lines(run.folder / EVENTS) or run.record.events)
+    rows = dict.fromkeys((whole(event.get("step")), text(event.get("message"))) for event in events)
+    return [(f"{step:,}", message) for step, message in rows if step is not None and message]
 
 
-def buckets_of(run: RunReport) -> list[tuple[str, int]]:
-    """Size and number of images, most first."""
-    found = [
-        (size, count) for size, each in mapping(run.record.dataset.get("buckets")).items() if (count := whole(each))
-    ]
-    return sorted(found, key=lambda entry: -entry[1])
-
-
-def moment(seconds: float) -> str | None:
-    """A time in UTC, so that the page is the same wherever it is written; None where it is not known."""
+def moment(seconds: float) -> str:
+    """A time in UTC, so that the page is the same wherever it is written; empty where it is not known."""
     if not seconds:
-        return None
+        return ""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, OSError, ValueError):
-        return None
+        return ""
 
 
 def size_of(path: Path) -> str:
@@ -260,18 +252,17 @@ def size_of(path: Path) -> str:
 
 def environment_of(run: RunReport) -> list[tuple[str, list[tuple[str, str]]]]:
     """Tables of what the result depends on, and of the folder's files."""
-    hardware = [
-        (name.replace("_", " "), short(value) if isinstance(value, float) else str(value))
-        for name, value in run.record.hardware.items()
-        if value is not None
-    ]
-    names = dict.fromkeys(name for name in (*run.record.files.values(), *SETTLED) if name and name != FILE)
-    files = [(name, size_of(path)) for name in names if (path := run.folder / name).is_file()]
-    data = [("data hash", run.record.data_hash)] if run.record.data_hash else []
+    record, hardware = run.record, []
+    for name, value in record.hardware.items():
+        if value is not None:
+            hardware.append((name.replace("_", " "), short(value) if isinstance(value, float) else str(value)))
+    names = dict.fromkeys((*record.files.values(), *ALWAYS_WRITTEN))
+    paths = {name: run.folder / name for name in names if name and name != FILE}
+    inputs = [*record.model.items(), ("data hash", record.data_hash)]
     return [
         ("Machine", hardware),
-        ("Versions", list(run.record.versions.items())),
-        ("Time", [(name, duration(seconds)) for name, seconds in run.record.seconds.items()]),
-        ("Files", files),
-        ("Inputs", [*run.record.model.items(), *data]),
+        ("Versions", list(record.versions.items())),
+        ("Time", [(name, duration(seconds)) for name, seconds in record.seconds.items()]),
+        ("Files", [(name, size_of(path)) for name, path in paths.items() if path.is_file()]),
+        ("Inputs", inputs if record.data_hash else inputs[:-1]),
     ]
