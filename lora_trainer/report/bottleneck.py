@@ -112,96 +112,96 @@ class Advice:
 
 def find_bounds(facts: TimeFacts) -> tuple[Bound, ...]:
     """Everything that holds the run back, the largest first."""
-    found = []
     in_steps = max(0.0, 1.0 - sum(facts.between.values()))
-    if (data := _bound_of_data(facts, in_steps)) is not None:
-        found.append(data)
-    for name, limit in BETWEEN.items():
-        if (share := facts.between.get(name, 0.0)) >= limit:
-            found.append(Bound(f"{name}-bound", share, f"{DOING[name]} takes {percent(share)} of the training's time"))
+    computing = 1.0 - facts.waiting  # of a step, without what has a bound of its own
+    bounds = _bounds_of_data(facts, in_steps)
+    for name, least in BETWEEN.items():
+        share = facts.between.get(name, 0.0)
+        if share >= least:
+            bounds.append(Bound(f"{name}-bound", share, f"{DOING[name]} takes {percent(share)} of the training's time"))
     if facts.first >= FIRST:
         why = f"the first steps took {percent(facts.first)} of the training's time beyond the usual time of a step"
-        found.append(Bound("one-off costs", facts.first, why))
+        bounds.append(Bound("one-off costs", facts.first, why))
     updating = sum(facts.phases.get(name, 0.0) for name in PARTS_OF_UPDATE)
     if updating >= UPDATING:
+        computing -= updating
         why = f"clipping and update take {percent(updating)} of a step"
-        found.append(Bound("optimizer-bound", updating * in_steps, why))
-    if (summing := facts.phases.get("all_reduce", 0.0)) >= SUMMING:
+        bounds.append(Bound("optimizer-bound", updating * in_steps, why))
+    summing = facts.phases.get("all_reduce", 0.0)
+    if summing >= SUMMING:
         why = f"summing the gradients of all processes takes {percent(summing)} of a step"
-        found.append(Bound("communication-bound", summing * in_steps, why))
+        bounds.append(Bound("communication-bound", summing * in_steps, why))
     if facts.operators is not None:
-        rest = max(0.0, in_steps * (1.0 - facts.waiting - updating * (updating >= UPDATING)))
-        found += _bounds_of_operators(facts.operators, facts.setup, rest)
-    return tuple(sorted(found, key=lambda bound: -bound.share))
+        bounds += _bounds_of_operators(facts.operators, facts.setup, max(0.0, in_steps * computing))
+    return tuple(sorted(bounds, key=lambda bound: -bound.share))
 
 
-def _bound_of_data(facts: TimeFacts, in_steps: float) -> Bound | None:
+def _bounds_of_data(facts: TimeFacts, in_steps: float) -> list[Bound]:
     """Steps that wait for their data; on a CPU also those whose data takes the time that they compute with."""
     step, prepared = facts.step_seconds, facts.prepare_seconds or 0.0
-    why = f"a step waits {milliseconds(facts.waiting * step)} of {milliseconds(step)} for its data"
+    waited = facts.waiting * step
+    why = f"a step waits {milliseconds(waited)} of {milliseconds(step)} for its data"
     if prepared:
         why += f"; preparing it takes {milliseconds(prepared)} in a thread of its own"
-    limit = waiting_limit(cached=facts.setup.cached)
-    if facts.waiting > limit and facts.waiting * step > LEAST_WAIT:
-        return Bound("data-bound", facts.waiting * in_steps, why)
-    beside = 0.0 if facts.on_gpu else min(1.0, prepared / step)
-    if beside < BESIDE:
-        return None
-    return Bound("data-bound", beside / max(facts.cpus or 1, 1) * in_steps, f"{why}, which computes on the steps' CPUs")
+    if waited > LEAST_WAIT and facts.waiting > waiting_limit(cached=facts.setup.cached):
+        return [Bound("data-bound", facts.waiting * in_steps, why)]
+    beside = min(1.0, prepared / step)
+    if facts.on_gpu or beside < BESIDE:
+        return []
+    share = beside / max(facts.cpus or 1, 1) * in_steps
+    return [Bound("data-bound", share, f"{why}, which computes on the steps' CPUs")]
 
 
-def _bounds_of_operators(found: OperatorFacts, setup: IdleSetup, rest: float) -> list[Bound]:
+def _bounds_of_operators(operators: OperatorFacts, setup: IdleSetup, rest: float) -> list[Bound]:
     """What the computing itself is held back by; `rest` is its share of the training's time."""
-    bounds, working = list[Bound](), max(found.compute + found.memory, 1e-9)
-    each = f"{1e6 * working / max(found.calls, 1):.0f} µs"
-    if found.is_held_up:
-        bounds.append(_bound_of_idle(found, setup, rest * found.idle, each))
-        rest *= 1.0 - found.idle
-    if found.least is not None and found.least / working < TOO_SMALL:
+    bounds, working = list[Bound](), max(operators.compute + operators.memory, 1e-9)
+    call_time = f"{1e6 * working / max(operators.calls, 1):.0f} µs"
+    if operators.is_held_up:
+        bounds.append(_bound_of_idle(operators, setup, rest * operators.idle, call_time))
+        rest *= 1.0 - operators.idle
+    if operators.least is not None and operators.least / working < TOO_SMALL:
         why = (
-            f"the operators take {milliseconds(working)} a step for what takes {milliseconds(found.least)} at the device's "
-            f"rates: {found.calls:,.0f} calls on small tensors, {each} each"
+            f"the operators take {milliseconds(working)} a step for what takes {milliseconds(operators.least)} at the "
+            f"device's rates: {operators.calls:,.0f} calls on small tensors, {call_time} each"
         )
         return [*bounds, Bound("small operators", rest, why)]
-    share = found.compute / working
+    share = operators.compute / working
     if share >= 0.5:
         why = f"matmuls, convolutions and attention take {percent(share)} of the operators' time"
-        if found.matmul_tflops and found.compute > 0:
-            reached = found.flop / found.compute / 1e12
+        if operators.matmul_tflops and operators.compute > 0:
+            reached = operators.flop / operators.compute / 1e12
             why += (
-                f", at {reached:.3g} TFLOP/s, {percent(reached / found.matmul_tflops)} of the "
-                f"{found.matmul_tflops:.3g} that a large matmul reaches here"
+                f", at {reached:.3g} TFLOP/s, {percent(reached / operators.matmul_tflops)} of the "
+                f"{operators.matmul_tflops:.3g} that a large matmul reaches here"
             )
         return [*bounds, Bound("compute-bound", rest * share, why)]
     why = f"operators that move data more than they compute take {percent(1 - share)} of the operators' time"
-    if found.copy_gb_per_second and found.memory > 0:
-        reached = found.bytes / found.memory / 1e9
-        why += f", at about {reached:.3g} GB/s; a copy reaches {found.copy_gb_per_second:.3g} here"
+    if operators.copy_gb_per_second and operators.memory > 0:
+        reached = operators.bytes / operators.memory / 1e9
+        why += f", at about {reached:.3g} GB/s; a copy reaches {operators.copy_gb_per_second:.3g} here"
     return [*bounds, Bound("memory-bound", rest * (1 - share), why)]
 
 
-def _bound_of_idle(found: OperatorFacts, setup: IdleSetup, share: float, each: str) -> Bound:
+def _bound_of_idle(operators: OperatorFacts, setup: IdleSetup, share: float, call_time: str) -> Bound:
     """Why nothing computes in so much of a step."""
-    if found.kernels is None:
+    if operators.kernels is None:
         why = (
-            f"{percent(found.idle)} of a step is Python's and PyTorch's own time between {found.calls:,.0f} operators, "
-            f"each of {each} on average"
+            f"{percent(operators.idle)} of a step is Python's and PyTorch's own time between {operators.calls:,.0f} "
+            f"operators, each of {call_time} on average"
         )
         return Bound("overhead-bound", share, why)
-    computes = f"the GPU computes in {percent(1 - found.idle)} of a step"
-    if setup.swapped and found.copies > found.idle * found.active / 2:
-        copying = milliseconds(found.copies)
+    computes = f"the GPU computes in {percent(1 - operators.idle)} of a step"
+    if setup.swapped and operators.copies > operators.idle * operators.active / 2:
+        copying = milliseconds(operators.copies)
         return Bound("copy-bound", share, f"{computes} and waits for swapped blocks: copying takes {copying} a step")
-    why = f"{computes} and waits for the CPU, which launches {found.launched or 0.0:,.0f} kernels a step"
+    why = f"{computes} and waits for the CPU, which launches {operators.launched or 0.0:,.0f} kernels a step"
     return Bound("launch-bound", share, why)
 
 
-COMPILE = Advice("Compile the blocks: fewer and larger kernels.", "bench step", "compile.enabled=true")
-ATTENTION = Advice("Time the attention backends that work here, and use the fastest.", "bench attention")
-# What is tried against a bound, where a condition holds, in this order; besides the advice of `fix_of`.
-RULES: tuple[tuple[str, Callable[[TimeFacts], object], Advice], ...] = (
+# What is tried against some bounds, where a condition holds, in this order; besides the advice of `fix_of`.
+RULES: tuple[tuple[tuple[str, ...], Callable[[TimeFacts], object], Advice], ...] = (
     (
-        "one-off costs",
+        ("one-off costs",),
         lambda facts: facts.setup.compiled,
         Advice(
             "Do not compile a run this short: compiling took longer than it saves.",
@@ -210,24 +210,24 @@ RULES: tuple[tuple[str, Callable[[TimeFacts], object], Advice], ...] = (
         ),
     ),
     (
-        "optimizer-bound",
+        ("optimizer-bound",),
         lambda facts: facts.settings.get("optimizer.name") != "adamw",
         Advice("Compare with AdamW, whose update is one fused operator.", "bench step", "optimizer.name=adamw"),
     ),
     (
-        "compute-bound",
+        ("compute-bound",),
         lambda facts: facts.on_gpu and facts.setup.weight_dtype == "fp32",
         Advice("Compute in bf16.", "bench step", "memory.weight_dtype=bf16"),
     ),
     (
-        "compute-bound",
+        ("compute-bound",),
         lambda facts: (
             facts.on_gpu and facts.setup.weight_dtype == "fp32" and facts.settings.get("hardware.tf32") is False
         ),
         Advice("Let fp32 matmuls use TF32.", "bench step", "hardware.tf32=true"),
     ),
     (
-        "compute-bound",
+        ("compute-bound",),
         lambda facts: facts.settings.get("memory.gradient_checkpointing") not in (None, False, 0, "auto"),
         Advice(
             "Recompute nothing, if the memory allows: gradient checkpointing repeats the forward pass.",
@@ -235,11 +235,13 @@ RULES: tuple[tuple[str, Callable[[TimeFacts], object], Advice], ...] = (
             "memory.gradient_checkpointing=false",
         ),
     ),
-    ("compute-bound", lambda facts: facts.on_gpu and not facts.setup.compiled, COMPILE),
-    ("memory-bound", lambda facts: facts.on_gpu and not facts.setup.compiled, COMPILE),
-    ("small operators", lambda facts: facts.on_gpu and not facts.setup.compiled, COMPILE),
     (
-        "memory-bound",
+        ("compute-bound", "memory-bound", "small operators"),
+        lambda facts: facts.on_gpu and not facts.setup.compiled,
+        Advice("Compile the blocks: fewer and larger kernels.", "bench step", "compile.enabled=true"),
+    ),
+    (
+        ("memory-bound",),
         lambda facts: facts.on_gpu and facts.settings.get("hardware.channels_last") is False,
         Advice(
             "Store convolutions channels-last, so that nothing is transposed around them.",
@@ -247,16 +249,18 @@ RULES: tuple[tuple[str, Callable[[TimeFacts], object], Advice], ...] = (
             "hardware.channels_last=true",
         ),
     ),
-    *(
-        (
-            name,
-            lambda facts: facts.on_gpu and facts.settings.get("hardware.attention_backend") in ("math", "sdpa"),
-            ATTENTION,
-        )
-        for name in ("compute-bound", "memory-bound")
+    (
+        ("compute-bound", "memory-bound"),
+        lambda facts: facts.on_gpu and facts.settings.get("hardware.attention_backend") in ("math", "sdpa"),
+        Advice("Time the attention backends that work here, and use the fastest.", "bench attention"),
     ),
 )
-CAUSES: dict[str, CauseName] = {"data-bound": "data", "launch-bound": "launches", "copy-bound": "block_swap"}
+# The cause with the same fix, and the command that tries its setting, or where it names none, measures.
+CAUSES: dict[str, tuple[CauseName, str, str]] = {
+    "data-bound": ("data", "train", "bench loader"),
+    "launch-bound": ("launches", "bench step", ""),
+    "copy-bound": ("block_swap", "bench step", ""),
+}
 LESS_OFTEN = {
     "validation-bound": ("Validate less often.", "validation.every_n_steps"),
     "checkpoint-bound": ("Save checkpoints less often, or to a faster disk.", "checkpoint.every_n_steps"),
@@ -266,30 +270,33 @@ LESS_OFTEN = {
 
 def advise(facts: TimeFacts, bounds: Sequence[Bound]) -> tuple[Advice, ...]:
     """What to try against each bound, where its condition holds; the most useful first."""
-    found: list[Advice] = []
+    advice: list[Advice] = []
     for name in [bound.name for bound in bounds]:
         if name in CAUSES:
-            text, setting = fix_of(CAUSES[name], facts.setup)
-            measured = "bench loader" if name == "data-bound" else ""
-            tried = "train" if name == "data-bound" else "bench step"
-            found.append(Advice(text, tried if setting else measured, setting))
-        found += [advice for bound, holds, advice in RULES if bound == name and holds(facts)]
+            cause, command, without_setting = CAUSES[name]
+            text, setting = fix_of(cause, facts.setup)
+            advice.append(Advice(text, command if setting else without_setting, setting))
+        advice += [step for names, is_useful, step in RULES if name in names and is_useful(facts)]
         if name in ("overhead-bound", "small operators"):  # where compiling is no answer, or not the only one
             text, setting = fix_of("launches", replace(facts.setup, compiled=True))
-            found.append(Advice(text, "bench step", setting))
-        text, setting = LESS_OFTEN.get(name, ("", ""))
-        if 0 < (every := facts.settings.get(setting) or 0) < facts.steps:  # else it changes nothing in this run
-            found.append(Advice(text, "train", f"{setting}={3 * every}"))
-        threads, most = facts.threads or 0, min(facts.cpus or 0, 8)
-        if name == "compute-bound" and not facts.on_gpu and 0 < threads < most:
-            text = f"Use more than {threads} of this machine's {facts.cpus} CPUs."
-            found.append(Advice(text, "bench step", f"hardware.threads={most}"))
-    return tuple(dict.fromkeys(found))
+            advice.append(Advice(text, "bench step", setting))
+        if name in LESS_OFTEN:
+            text, setting = LESS_OFTEN[name]
+            every = facts.settings.get(setting) or 0
+            if 0 < every < facts.steps:  # else it changes nothing in this run
+                advice.append(Advice(text, "train", f"{setting}={3 * every}"))
+        if name == "compute-bound" and not facts.on_gpu:
+            threads, most = facts.threads or 0, min(facts.cpus or 0, 8)
+            if 0 < threads < most:
+                text = f"Use more than {threads} of this machine's {facts.cpus} CPUs."
+                advice.append(Advice(text, "bench step", f"hardware.threads={most}"))
+    return tuple(dict.fromkeys(advice))
 
 
 def percent(share: float) -> str:
     """`62 %`, `0.4 %`: one digit after the point below 10."""
-    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
+    digits = 0 if share >= 0.0995 else 1
+    return f"{100 * share:.{digits}f} %"
 
 
 def milliseconds(seconds: float) -> str:

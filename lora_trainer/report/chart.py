@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 MOST_POINTS = 600  # of a line: more cannot be seen, and only make the page heavy
 MOST_TICKS = 5
 Point = tuple[float, float]  # step, value
+value_of = itemgetter(1)
 
 
 @dataclass(frozen=True)
@@ -97,22 +99,25 @@ def make_chart(
 
     `log` leaves out values that are not above 0.
     """
-    kept = [ChartLine(line.name, drawable(line.points, log=log), line.style) for line in lines]
-    seen = [(step, value) for line in kept for step, value in line.points if math.isfinite(value)]
+    if log:
+        lines = [
+            replace(line, points=[(step, value if value > 0 else math.nan) for step, value in line.points])
+            for line in lines
+        ]
+    seen = [point for line in lines for point in line.points if math.isfinite(point[1])]
     if not seen:
         return None
-    first, last = min(step for step, _ in seen), max(step for step, _ in seen)
-    values = [value for _, value in seen]
-    low, high = value_range(min(values), max(values), log=log, from_zero=from_zero)
+    first, last = min(seen)[0], max(seen)[0]
+    low, high = value_range(min(map(value_of, seen)), max(map(value_of, seen)), log=log, from_zero=from_zero)
     across = Axis(first, last if last > first else first + 1, log=False)
     up = Axis(low, high, log=log)
-    thin = [(line, thinned(line.points)) for line in kept]
+    ticks = up.ticks()
     return Chart(
         key=key,
         title=title,
         unit=unit,
-        summary=summary_of(kept),
-        lines=tuple(draw(line, points, across, up) for line, points in thin if points),
+        summary=summary_of(lines),
+        lines=tuple(draw(line, across, up) for line in lines if line.points),
         marks=tuple(
             Placed(mark.name, across.place(mark.point[0]), 1000 - up.place(mark.point[1]))
             for mark in marks
@@ -120,7 +125,7 @@ def make_chart(
         ),
         x_ticks=tuple(Tick(f"{tick:,.0f}", across.place(tick)) for tick in step_ticks(first, last)),
         y_ticks=tuple(
-            Tick(label, 1000 - up.place(tick)) for tick, label in zip(up.ticks(), tick_labels(up.ticks()), strict=True)
+            Tick(label, 1000 - up.place(tick)) for tick, label in zip(ticks, tick_labels(ticks), strict=True)
         ),
         first=first,
         last=last,
@@ -136,18 +141,15 @@ class Axis:
     log: bool
 
     def place(self, value: float) -> float:
-        low, high, at = (math.log(each) if self.log else each for each in (self.low, self.high, value))
-        return round(1000 * (at - low) / (high - low), 1)
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return round(1000 * (value - low) / (high - low), 1)
 
     def ticks(self) -> list[float]:
         if self.log:
             return log_ticks(self.low, self.high)
         return linear_ticks(self.low, self.high)
-
-
-def drawable(points: Sequence[Point], *, log: bool) -> list[Point]:
-    """The points, with NaN for values that have no place."""
-    return [(step, value if math.isfinite(value) and (value > 0 or not log) else math.nan) for step, value in points]
 
 
 def value_range(low: float, high: float, *, log: bool, from_zero: bool) -> tuple[float, float]:
@@ -156,8 +158,10 @@ def value_range(low: float, high: float, *, log: bool, from_zero: bool) -> tuple
         return low / 1.15, high * 1.15
     if from_zero:
         low = min(0.0, low)
-    room = 0.06 * (high - low) or abs(high) * 0.5 or 1.0
-    return (low if from_zero and low == 0 else low - room), high + room
+    margin = 0.06 * (high - low) or abs(high) * 0.5 or 1.0
+    if from_zero and low == 0:
+        return low, high + margin
+    return low - margin, high + margin
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
@@ -173,10 +177,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten, with 2 and 5 between them where there is room; even steps where hardly any would be."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [each for power in powers for factor in factors if low <= (each := factor * 10.0**power) <= high]
-        if 2 <= len(found) <= MOST_TICKS + 2:
-            return found
-    return found[:: -(-len(found) // MOST_TICKS)] if found else linear_ticks(low, high)
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if 2 <= len(inside) <= MOST_TICKS + 2:
+            return inside
+    if not inside:
+        return linear_ticks(low, high)
+    return inside[:: math.ceil(len(inside) / MOST_TICKS)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
@@ -212,7 +219,7 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     """At most MOST_POINTS, keeping the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= MOST_POINTS:
         return tuple(points)
-    width = -(-len(points) * 2 // MOST_POINTS)
+    width = math.ceil(len(points) * 2 / MOST_POINTS)
     kept: list[Point] = [points[0]]
     for start in range(1, len(points) - 1, width):
         stretch = points[start : min(start + width, len(points) - 1)]
@@ -222,12 +229,9 @@ def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     return (*kept, points[-1])
 
 
-def value_of(point: Point) -> float:
-    return point[1]
-
-
-def draw(line: ChartLine, points: Sequence[Point], across: Axis, up: Axis) -> Drawn:
+def draw(line: ChartLine, across: Axis, up: Axis) -> Drawn:
     """SVG path data: a new stretch after each gap."""
+    points = thinned(line.points)
     parts: list[str] = []
     dots: list[Point] = []
     stretch: list[Point] = []
@@ -276,4 +280,6 @@ def short(value: float | None) -> str:
     """A number as people read it, three digits of it: 0.0714, 1.5e-5, 2,400."""
     if value is None or not math.isfinite(value):
         return "not finite"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else plain(f"{value:.3g}")
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return plain(f"{value:.3g}")

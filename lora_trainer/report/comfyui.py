@@ -27,16 +27,13 @@ Node = dict[str, Any]
 Output = list[Any]  # the key of a node, and the number of one of its outputs
 
 
-class Workflow:
+class Workflow(dict[str, Node]):
     """Nodes by key, as the API format has them."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[str, Node] = {}
 
     def add(self, class_type: str, title: str = "", **inputs: Any) -> str:
         """Add a node and return its key."""
-        key = str(len(self.nodes) + 1)
-        self.nodes[key] = {"class_type": class_type, "inputs": inputs, "_meta": {"title": title or class_type}}
+        key = str(len(self) + 1)
+        self[key] = {"class_type": class_type, "inputs": inputs, "_meta": {"title": title or class_type}}
         return key
 
 
@@ -50,12 +47,13 @@ def workflow_of(recipe: Mapping[str, Any], lora: str, model: str) -> dict[str, N
         return None
     workflow = Workflow()
     loaded_model, loaded_clip, vae = _load(workflow, loaders, model)
-    strength = next((each for each in recipe["strengths"] if each), 1.0)
+    strength = next((strength for strength in recipe["strengths"] if strength), 1.0)
     strengths = {"strength_model": strength, "strength_clip": strength}
     with_lora = workflow.add("LoraLoader", lora, model=loaded_model, clip=loaded_clip, lora_name=lora, **strengths)
     sampled = _sampling(workflow, loaders, recipe, [with_lora, 0])
     clip: Output = [with_lora, 1]
-    if (skip := recipe["text"].get("clip_skip")) is not None:
+    skip = recipe["text"].get("clip_skip")
+    if skip is not None:
         clip = [workflow.add("CLIPSetLastLayer", clip=clip, stop_at_clip_layer=-skip), 0]
     image, guidance = recipe["images"][0], recipe["guidance"] or NO_GUIDANCE
     # Images are drawn of plain prompts; ComfyUI would read `(toy)` as a weight.
@@ -83,7 +81,7 @@ def workflow_of(recipe: Mapping[str, Any], lora: str, model: str) -> dict[str, N
     )
     decoded = workflow.add("VAEDecode", samples=[drawn, 0], vae=vae)
     workflow.add("SaveImage", images=[decoded, 0], filename_prefix=lora.removesuffix(".safetensors"))
-    return workflow.nodes
+    return workflow
 
 
 def _load(workflow: Workflow, loaders: Mapping[str, Any], model: str) -> tuple[Output, Output, Output]:
@@ -104,8 +102,8 @@ def _load(workflow: Workflow, loaders: Mapping[str, Any], model: str) -> tuple[O
 def _sampling(workflow: Workflow, loaders: Mapping[str, Any], recipe: Mapping[str, Any], model: Output) -> Output:
     """Add what the model's timesteps need: a flow's shift, or the velocity of a V-Pred model."""
     config = recipe["scheduler_config"]
-    shift = config.get("shift")
-    if (node := loaders.get("shift")) and isinstance(shift, int | float):
+    node, shift = loaders.get("shift"), config.get("shift")
+    if node and isinstance(shift, int | float):
         return [workflow.add(node, model=model, shift=float(shift)), 0]
     if config.get("prediction_type") == "v_prediction":
         zero = bool(recipe.get("zero_terminal_snr") or config.get("rescale_betas_zero_snr"))

@@ -17,8 +17,9 @@ def still_falling(rows: Sequence[Mapping[str, Any]], steps: int) -> Finding | No
     `rows` are those of `validation.jsonl`. None without a measurement between the start and that third.
     The LoRA gate cannot know how far a loss could fall; its slope at the end shows too few steps.
     """
-    start, end = (next((row["loss"] for row in rows if row["step"] == step), None) for step in (0, steps))
-    before = [row["loss"] for row in rows if 0 < row["step"] <= steps * 2 / 3 and row["loss"] is not None]
+    losses = {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
+    start, end = losses.get(0), losses.get(steps)
+    before = [loss for step, loss in losses.items() if 0 < step <= steps * 2 / 3]
     if start is None or end is None or not before or end >= start:
         return None
     share = (before[-1] - end) / (start - end)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,9 @@ from lora_trainer.core.findings import Finding, counted, printable
 from lora_trainer.core.io import write_text
 from lora_trainer.data.images.images import BrokenImageError, load_rgb
 from lora_trainer.dataset_check.doubts import DOUBTFUL, NOT_COMPARED
-from lora_trainer.report.embedded_images import webp
+from lora_trainer.report.embedded_images import to_webp, webp_uri
 from lora_trainer.report.figures import Figure
-from lora_trainer.report.read import Score
+from lora_trainer.report.read import RANKS, Score
 from lora_trainer.report.write import render
 
 if TYPE_CHECKING:
@@ -55,29 +56,26 @@ class PageSection:
 
 def page_problems(page: Path, sources: Sequence[Path]) -> list[Problem]:
     """Why a page should not be written there: in the data, over something else, or nowhere."""
-    fix = "Name another file with --html."
-    real = page.resolve()
+    fix, real = "Name another file with --html.", page.resolve()
     for source in sources:
         if real.is_relative_to(source.resolve()):
-            return [
-                Problem("output_inside_data", f"{page} lies in the data ({source}), where nothing is written.", fix)
-            ]
+            message = f"{page} lies in the data ({source}), where nothing is written."
+            return [Problem("output_inside_data", message, fix)]
     if page.is_dir():
         return [Problem("path_is_folder", f"{page} is a folder.", fix)]
     if not page.parent.is_dir():
         return [Problem("folder_missing", f"There is no folder {page.parent} for the page.", f"Make it, or n{fix[1:]}")]
-    if page.exists() and not _is_ours(page):
-        return [
-            Problem("output_exists", f"{page} is there already and is no page of check.", f"Remove it, or n{fix[1:]}")
-        ]
+    if page.exists() and not is_dataset_page(page):
+        message = f"{page} is there already and is no page of check."
+        return [Problem("output_exists", message, f"Remove it, or n{fix[1:]}")]
     return []
 
 
-def _is_ours(page: Path) -> bool:
+def is_dataset_page(page: Path) -> bool:
     """Whether a file is a page that `check --html` wrote. Pipes and devices are not opened."""
+    if not page.is_file():
+        return False
     try:
-        if not page.is_file():
-            return False
         with open(page, "rb") as file:
             start = file.read(4096)
     except OSError:
@@ -89,16 +87,8 @@ def write_dataset(
     report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int, page: Path
 ) -> Path:
     """Write the page and return its path; `samples` are all that were checked. Raises OSError."""
-    write_text(page, render_dataset(report, samples, steps, validation))
-    return page
-
-
-def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepArithmetic, validation: int) -> str:
-    """The whole page."""
     sections = [*sections_of(report), *agreement_sections(report)]
-    wanted = (shown.path for section in sections for row in section.rows for shown in row)
-    spans = {sample.path: sample.span for sample in samples}
-    return render(
+    text = render(
         "dataset.html",
         title=TITLE,
         name=name_of(report),
@@ -108,16 +98,19 @@ def render_dataset(report: DataReport, samples: Sequence[Sample], steps: StepAri
         sentences=[problem.message for problem in report.refusals],
         score=Score(report.score, report.gate, tuple(report.parts.items())),
         sections=sections,
-        images=thumbs(wanted, spans),
+        images=thumbnails(sections, {sample.path: sample.span for sample in samples}),
         figures=figures_of(report, steps, validation),
         rows=report.rows,
         most=max((row.samples for row in report.rows), default=1),
         steps=f"{steps.line}; {counted(validation, 'validation image')}",
         notes=report.notes,
     )
+    write_text(page, text)
+    return page
 
 
 def name_of(report: DataReport) -> str:
+    """The name of the dataset's folder."""
     try:
         return printable(Path(report.root).name) or "data"
     except ValueError:  # several drives, or no file
@@ -125,11 +118,9 @@ def name_of(report: DataReport) -> str:
 
 
 def headline(report: DataReport) -> str:
-    """What is wrong, in one sentence."""
-    counts = dict.fromkeys(("error", "warning", "note"), 0)
-    for finding in report.findings:
-        counts[finding.severity] += 1
-    named = [counted(count, word) for word, count in counts.items() if count]
+    """How many errors, warnings and notes there are, in one sentence."""
+    counts = Counter[str](finding.severity for finding in report.findings)
+    named = [counted(counts[severity], severity) for severity in RANKS if counts[severity]]
     return f"{', '.join(named)}." if named else "Nothing was found."
 
 
@@ -147,22 +138,37 @@ def figures_of(report: DataReport, steps: StepArithmetic, validation: int) -> li
 def sections_of(report: DataReport) -> list[PageSection]:
     """One section for each kind of finding, worst first; copies are shown with what they are copies of."""
     sections = []
-    for code, found in report.grouped:
-        first = found[0]
-        if first.path is None:
-            title = " ".join(finding.message for finding in found)
-            sections.append(PageSection(first.severity, title, first.fix))
+    for code, findings in report.grouped:
+        severity, fix = findings[0].severity, findings[0].fix
+        if findings[0].path is None:  # of the whole dataset
+            title = " ".join(finding.message for finding in findings)
+            sections.append(PageSection(severity, title, fix))
             continue
-        title = f"{report.heading(code, found)}."
-        if code == DOUBTFUL:
-            rows, more = [], 0  # shown side by side in a section of their own
+        title = f"{report.heading(code, findings)}."
+        if code == DOUBTFUL:  # shown side by side in a section of their own
+            sections.append(PageSection(severity, title, fix))
         elif code in SAME:
-            rows = same_rows(report, found)
-            more = len(groups_with(report, found)) - MOST_GROUPS
+            paths = {finding.path for finding in findings}
+            groups = [group for group in report.groups if paths.intersection(group)]
+            rows = [row_of_group(report, group, findings) for group in groups[:MOST_GROUPS]]
+            sections.append(PageSection(severity, title, fix, tuple(rows), max(0, len(groups) - MOST_GROUPS)))
         else:
-            rows, more = [shown_of(report, found)], len(found) - MOST_EACH
-        sections.append(PageSection(first.severity, title, first.fix, tuple(rows), max(0, more)))
+            row = tuple(
+                Shown(report.name_of(finding.path), finding.message, finding.path)
+                for finding in findings[:MOST_EACH]
+                if finding.path is not None
+            )
+            sections.append(PageSection(severity, title, fix, (row,), max(0, len(findings) - MOST_EACH)))
     return sections
+
+
+def row_of_group(report: DataReport, group: Sequence[Path], findings: Sequence[Finding]) -> tuple[Shown, ...]:
+    """Images that look the same, side by side, each with what was found about it."""
+    messages = {finding.path: finding.message for finding in findings}
+    row = [Shown(report.name_of(path), messages.get(path, ""), path) for path in group[:MOST_IN_GROUP]]
+    if len(group) > MOST_IN_GROUP:
+        row[-1] = replace(row[-1], message=f"and {len(group) - MOST_IN_GROUP} more")
+    return tuple(row)
 
 
 def agreement_sections(report: DataReport) -> list[PageSection]:
@@ -181,42 +187,12 @@ def agreement_sections(report: DataReport) -> list[PageSection]:
     return [PageSection("note", f"{agreement.line[0].upper()}{agreement.line[1:]}.", fix, tuple(rows))]
 
 
-def shown_of(report: DataReport, found: Sequence[Finding]) -> tuple[Shown, ...]:
-    return tuple(
-        Shown(report.name_of(finding.path), finding.message, finding.path)
-        for finding in found[:MOST_EACH]
-        if finding.path is not None
-    )
-
-
-def groups_with(report: DataReport, found: Sequence[Finding]) -> list[tuple[Path, ...]]:
-    """The groups of files that look the same in which one of the findings lies."""
-    about = {finding.path for finding in found}
-    return [group for group in report.groups if about.intersection(group)]
-
-
-def same_rows(report: DataReport, found: Sequence[Finding]) -> list[tuple[Shown, ...]]:
-    """A row for each group, its images side by side."""
-    rows = []
-    messages = {finding.path: finding.message for finding in found}
-    for group in groups_with(report, found)[:MOST_GROUPS]:
-        more = len(group) - MOST_IN_GROUP
-        row = [Shown(report.name_of(path), messages.get(path, ""), path) for path in group[:MOST_IN_GROUP]]
-        if more > 0:
-            row[-1] = Shown(row[-1].name, f"and {more} more", row[-1].path)
-        rows.append(tuple(row))
-    return rows
-
-
-def thumbs(wanted: Iterable[Path], spans: Mapping[Path, Span | None]) -> dict[Path, str]:
+def thumbnails(sections: Sequence[PageSection], spans: Mapping[Path, Span | None]) -> dict[Path, str]:
     """Data URIs of the first MOST_IMAGES that can be read; one is decoded at a time."""
-    found: dict[Path, str] = {}
-    for path in list(dict.fromkeys(wanted))[:MOST_IMAGES]:
-        if path not in spans:
-            continue
-        try:
-            data = webp(load_rgb(path, spans[path]), *THUMB)
-        except (BrokenImageError, OSError, MemoryError):
-            continue
-        found[path] = "data:image/webp;base64," + base64.b64encode(data).decode("ascii")
-    return found
+    uris: dict[Path, str] = {}
+    wanted = dict.fromkeys(shown.path for section in sections for row in section.rows for shown in row)
+    for path in list(wanted)[:MOST_IMAGES]:
+        if path in spans:
+            with suppress(BrokenImageError, OSError, MemoryError):
+                uris[path] = webp_uri(to_webp(load_rgb(path, spans[path]), *THUMB))
+    return uris

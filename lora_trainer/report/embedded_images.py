@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
@@ -17,28 +18,27 @@ LADDER = ((512, 85), (384, 82), (256, 80), (192, 75), (128, 60), (64, 50))  # lo
 
 def embedded(paths: Iterable[Path]) -> dict[Path, str]:
     """A data URI for each image that can be read, all at the best size that the budget allows."""
-    sources = {path: image for path in dict.fromkeys(paths) if (image := read(path)) is not None}
-    coded: dict[Path, bytes] = {}
+    images = {}
+    for path in dict.fromkeys(paths):
+        with suppress(BrokenImageError, OSError):
+            images[path] = load_rgb(path)
+            images[path].thumbnail((LADDER[0][0], LADDER[0][0]), Image.Resampling.LANCZOS)
+    encoded: dict[Path, bytes] = {}
     for side, quality in LADDER:
-        coded = {path: webp(image, side, quality) for path, image in sources.items()}
-        if sum(map(len, coded.values())) <= BUDGET:
+        encoded = {path: to_webp(image, side, quality) for path, image in images.items()}
+        if sum(map(len, encoded.values())) <= BUDGET:
             break
-    return {path: "data:image/webp;base64," + base64.b64encode(data).decode("ascii") for path, data in coded.items()}
+    return {path: webp_uri(data) for path, data in encoded.items()}
 
 
-def read(path: Path) -> Image.Image | None:
-    """The image, at most as large as the page shows it; None when it cannot be read."""
-    try:
-        image = load_rgb(path)
-    except (BrokenImageError, OSError):
-        return None
-    image.thumbnail((LADDER[0][0], LADDER[0][0]), Image.Resampling.LANCZOS)
-    return image
-
-
-def webp(image: Image.Image, side: int, quality: int) -> bytes:
+def to_webp(image: Image.Image, side: int, quality: int) -> bytes:
+    """The image with at most `side` pixels at its longest side."""
     smaller = image.copy()
     smaller.thumbnail((side, side), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     smaller.save(buffer, format="WEBP", quality=quality)
     return buffer.getvalue()
+
+
+def webp_uri(data: bytes) -> str:
+    return "data:image/webp;base64," + base64.b64encode(data).decode("ascii")

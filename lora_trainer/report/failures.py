@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,14 @@ REASONS: tuple[tuple[str, Whose, str], ...] = (
     (r"process .*(lost|left|gone|heartbeat)|process was lost|process is gone", "the machine's", "a process was lost"),
     (r"finite|diverged|overflow|nan\b", "yours", "the loss diverged"),
 )
+# By exit code; None where run.json has none.
+BY_CODE: Mapping[int | None, tuple[Whose, str]] = {
+    BUG: ("ours", "a bug"),
+    WRONG_USAGE: ("yours", "settings or files"),
+    DATASET_REFUSED: ("yours", "the dataset"),
+    TRAINING_FAILED: ("yours", "the training failed"),
+    None: ("the machine's", "run.json cannot be read"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def failures_of(records: Iterable[Mapping[str, Any]]) -> Failures:
     """Count the failures of runs: documents with `name`, `status`, `exit_code` and `reason`, as run.json and the jobs
     of batch.json have them.
     """
-    found, ended, unknown = dict[tuple[Whose, str], list[str]](), 0, 0
+    names, ended, unknown = defaultdict[tuple[Whose, str], list[str]](list), 0, 0  # of the runs by cause
     for record in records:
         status, code = text(record.get("status")), whole(record.get("exit_code"))
         if status in ("waiting", "cancelled"):
@@ -89,34 +98,24 @@ def failures_of(records: Iterable[Mapping[str, Any]]) -> Failures:
         ended += 1
         cause = cause_of(status, code, text(record.get("reason")))
         if cause is not None:
-            found.setdefault(cause, []).append(text(record.get("name")))
-    ordered = sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+            names[cause].append(text(record.get("name")))
+    ordered = sorted(names.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     return Failures(ended, unknown, tuple(FailureCause(*cause, tuple(runs)) for cause, runs in ordered))
 
 
 def cause_of(status: str, code: int | None, reason: str) -> tuple[Whose, str] | None:
     """Whose failure an ended run is, and what it was; None where it did not fail."""
-    if status == "stopped":
-        return None if code in (None, INTERRUPTED) else ("the machine's", f"signal {(code or SIGNALED) - SIGNALED}")
+    if status == "stopped" and code not in (None, INTERRUPTED):
+        return "the machine's", f"signal {(code or SIGNALED) - SIGNALED}"
     if status != "failed":
         return None
-    if code == BUG:
-        return "ours", "a bug"
-    if code == WRONG_USAGE:
-        return "yours", "settings or files"
-    if code == DATASET_REFUSED:
-        return "yours", "the dataset"
     if code == TRAINING_FAILED:
         for pattern, whose, what in REASONS:
             if re.search(pattern, reason, re.IGNORECASE):
                 return whose, what
-        return "yours", "the training failed"
-    return "the machine's", "run.json cannot be read" if code is None else f"exit code {code}"
+    return BY_CODE.get(code, ("the machine's", f"exit code {code}"))
 
 
 def failure_lines(failures: Failures) -> list[str]:
     """For a terminal: the count, then a line for each cause with its runs."""
-    return [
-        failures.line,
-        *(f"  {each.title}: {', '.join(each.runs)}" for each in failures.causes),
-    ]
+    return [failures.line, *(f"  {cause.title}: {', '.join(cause.runs)}" for cause in failures.causes)]

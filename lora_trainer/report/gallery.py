@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lora_trainer.report.ending import released_step
 from lora_trainer.report.read import Image, RunReport, images_of, mapping, number, sequence, text, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lora_trainer.report.verdict_parts import PartInterval
@@ -21,6 +21,8 @@ MOST_ROWS = 8
 MOST_STEPS = 8
 FIRST_PAIRS = 2  # beside the verdict
 WITH, WITHOUT = "with the LoRA", "without"
+Asked = tuple[str, int]  # prompt and seed
+Column = TypeVar("Column")
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,11 @@ class Gallery:
 
     @property
     def paths(self) -> list[Path]:
-        every = [*self.pairs, *(pair for each in (*self.first, *self.evidence) for pair in each.pairs)]
-        found = [path for pair in every for _, path in pair.sides]
-        found += [path for row in (*self.sheet.rows, *self.candidates.rows) for path in row.images]
-        return [path for path in found if path]
+        """All of them, in the order of the page."""
+        pairs = [*self.pairs, *(pair for group in (*self.first, *self.evidence) for pair in group.pairs)]
+        paths = [path for pair in pairs for _, path in pair.sides]
+        paths += [path for row in (*self.sheet.rows, *self.candidates.rows) for path in row.images]
+        return [path for path in paths if path]
 
 
 @dataclass(frozen=True)
@@ -133,28 +136,39 @@ KINDS: Mapping[str, KindOfSample] = {
 def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
     """The images of the page: two beside the verdict, the other pairs, those that show its parts, and sheets."""
     moments = {image.step for image in run.images}
-    last = None if None in moments else max((step for step in moments if step is not None), default=None)
+    last = None  # the newest step with images, where there are none of the end
+    if None not in moments:
+        last = max((image.step or 0 for image in run.images), default=None)
     pairs = pairs_of([image for image in run.images if image.step == last])
+
     # What did not pass comes first: refused parts before undecided ones, the worst at the top.
-    undecided = [part for part in parts if part.outcome in ("refused", "unresolved")]
-    undecided.sort(key=lambda part: (part.outcome != "refused", part.value or 0.0))
-    failing = [kind for part in undecided for kind, about in KINDS.items() if about.shows == part.name]
-    evidence = sorted(
-        evidence_of(run), key=lambda group: failing.index(group.kind) if group.kind in failing else len(failing)
-    )
+    not_passed = [part for part in parts if part.outcome in ("refused", "unresolved")]
+    not_passed.sort(key=lambda part: (part.outcome != "refused", part.value or 0.0))
+    failing = [kind for part in not_passed for kind, about in KINDS.items() if about.shows == part.name]
+    evidence = {group.kind: group for group in evidence_of(run)}
+    evidence = {kind: evidence[kind] for kind in (*failing, *evidence) if kind in evidence}
+
+    # Beside the verdict: the images of the worst part, else what the trigger word does, else pairs, else any sample.
+    wanted = [*failing[:1], "trigger"]
+    if not pairs:
+        wanted += ["typical", *evidence]
     first: list[ShownGroup] = []
-    if (shown := shown_first(evidence, failing, has_pairs=bool(pairs))) is not None:
-        first.append(replace(shown, pairs=shown.pairs[:FIRST_PAIRS]))
-        evidence = [replace(each, pairs=each.pairs[FIRST_PAIRS:]) if each is shown else each for each in evidence]
-    room = FIRST_PAIRS - sum(len(group.pairs) for group in first)
-    if room and pairs:
+    for kind in wanted:
+        if kind in evidence:
+            group = evidence[kind]
+            first.append(replace(group, pairs=group.pairs[:FIRST_PAIRS]))
+            evidence[kind] = replace(group, pairs=group.pairs[FIRST_PAIRS:])
+            break
+    places = FIRST_PAIRS - sum(len(group.pairs) for group in first)
+    if places and pairs:
         heading = "Without and with the LoRA" if last is None else f"While training, at step {last:,}"
-        first.append(ShownGroup("before_after", heading, "", tuple(pairs[:room])))
-        pairs = pairs[room:]
+        first.append(ShownGroup("before_after", heading, "", tuple(pairs[:places])))
+        pairs = pairs[places:]
+
     return Gallery(
         tuple(first),
         tuple(pairs[:MOST_PAIRS]),
-        tuple(group for group in evidence if group.pairs),
+        tuple(group for group in evidence.values() if group.pairs),
         sheet_of(run) if len(moments) > 1 else NO_SHEET,
         candidates_sheet(run),
         at_end=last is None,
@@ -162,95 +176,75 @@ def gallery_of(run: RunReport, parts: Sequence[PartInterval]) -> Gallery:
     )
 
 
-def shown_first(evidence: Sequence[ShownGroup], failing: Sequence[str], *, has_pairs: bool) -> ShownGroup | None:
-    """The group beside the verdict: the images of the worst part, else what the trigger word does, else the pairs, else typical ones."""
-    by_kind = {group.kind: group for group in evidence}
-    wanted = [*failing[:1], "trigger"]
-    if not has_pairs:
-        wanted += ["typical", *by_kind]
-    return next((by_kind[kind] for kind in wanted if kind in by_kind), None)
-
-
 def pairs_of(images: list[Image]) -> list[ImagePair]:
-    drawn: dict[tuple[str, int], dict[float | None, Path]] = {}
+    """Each prompt and seed without the LoRA, and with it at each strength that one of the images has."""
+    by_prompt: dict[tuple[str, int], dict[float | None, Path]] = {}
     for image in images:
-        drawn.setdefault((image.prompt, image.seed), {})[image.strength] = image.path
-    strengths = list(dict.fromkeys(each for found in drawn.values() for each in found if each is not None)) or [1.0]
+        by_prompt.setdefault((image.prompt, image.seed), {})[image.strength] = image.path
+    strengths = dict.fromkeys(image.strength for image in images if image.strength is not None)
+    titles: dict[float | None, str] = {None: WITHOUT, 1.0: WITH}
+    if strengths.keys() - {1.0}:
+        titles = {None: WITHOUT} | {strength: f"{WITH} at {strength:g}" for strength in strengths}
     return [
-        ImagePair(prompt, seed, tuple((side_name(each, strengths), found.get(each)) for each in (None, *strengths)))
-        for (prompt, seed), found in drawn.items()
+        ImagePair(prompt, seed, tuple((title, paths.get(strength)) for strength, title in titles.items()))
+        for (prompt, seed), paths in by_prompt.items()
     ]
-
-
-def side_name(strength: float | None, strengths: list[float]) -> str:
-    if strength is None:
-        return WITHOUT
-    return WITH if strengths == [1.0] else f"{WITH} at {strength:g}"
 
 
 def evidence_of(run: RunReport) -> list[ShownGroup]:
     """The samples that the verdict kept, by kind."""
-    rows = list(map(mapping, sequence(run.record.lora.get("images"))))
-    found = []
-    for kind, each in KINDS.items():
+    rows, groups = list(map(mapping, sequence(run.record.lora.get("images")))), []
+    for kind, about in KINDS.items():
         pairs = [shown_pair(run, row) for row in rows if row.get("kind") == kind]
-        if pairs := [pair for pair in pairs if any(path for _, path in pair.sides)]:
-            found.append(ShownGroup(kind, each.heading, each.about, tuple(pairs)))
-    return found
+        kept = tuple(pair for pair in pairs if any(path for _, path in pair.sides))
+        if kept:
+            groups.append(ShownGroup(kind, about.heading, about.about, kept))
+    return groups
 
 
 def shown_pair(run: RunReport, row: Mapping[str, Any]) -> ImagePair:
     """A sample of the verdict: next to the base model's, or to the nearest image of the dataset."""
-    named = re.split(r"[/\\]", text(row.get("nearest_path")))[-1]
-    sides = [(WITH, kept_file(run, row, "lora"))]
+    nearest, ratio = re.split(r"[/\\]", text(row.get("nearest_path")))[-1], number(row.get("ratio"))
     if row.get("untriggered"):
-        sides = [
-            ("base", kept_file(run, row, "base")),
-            ("LoRA, no trigger word", kept_file(run, row, "untriggered")),
-            ("LoRA", kept_file(run, row, "lora")),
-        ]
+        sides = [("base", "base"), ("LoRA, no trigger word", "untriggered"), ("LoRA", "lora")]
     elif row.get("base"):
-        sides.insert(0, (WITHOUT, kept_file(run, row, "base")))
+        sides = [(WITHOUT, "base"), (WITH, "lora")]
     elif row.get("nearest"):
-        sides.append((f"dataset: {named}", kept_file(run, row, "nearest")))
-    ratio, about = number(row.get("ratio")), ""
+        sides = [(WITH, "lora"), (f"dataset: {nearest}", "nearest")]
+    else:
+        sides = [(WITH, "lora")]
+    about = ""
     if ratio is not None:
         about = f"{ratio:.2f} times as unlike the dataset as its images are to each other"
-        about += f"; most like {named}" if row.get("base") and named else ""
-    return ImagePair(text(row.get("prompt")), whole(row.get("seed")) or 0, tuple(sides), about)
+        if row.get("base") and nearest:
+            about += f"; most like {nearest}"
+    files = tuple((title, kept_file(run, row, key)) for title, key in sides)
+    return ImagePair(text(row.get("prompt")), whole(row.get("seed")) or 0, files, about)
 
 
-def kept_file(run: RunReport, row: Mapping[str, Any], what: str) -> Path | None:
+def kept_file(run: RunReport, row: Mapping[str, Any], key: str) -> Path | None:
     """A file that the record names, inside of the run's folder."""
-    name = text(row.get(what)).replace("\0", "")  # no path has one
+    name = text(row.get(key)).replace("\0", "")  # no path has one
     path = run.folder / name
-    is_inside = name and path.resolve().is_relative_to(run.folder.resolve())
+    is_inside = path.resolve().is_relative_to(run.folder.resolve())
     return path if is_inside and path.is_file() else None
 
 
 def sheet_of(run: RunReport) -> StepSheet:
     """Each prompt and seed without the LoRA, then at every step; the exported LoRA's images are those of its step."""
-    # The sheet shows full strength, else the strongest.
-    strengths = {image.strength for image in run.images if image.strength is not None}
-    strength = 1.0 if 1.0 in strengths else max(strengths, default=None)
-    released = released_step(run) or run.steps
-    base: dict[tuple[str, int], Path] = {}
-    drawn: dict[tuple[str, int], dict[int, Path]] = {}
-    for image in run.images:
-        asked = (image.prompt, image.seed)
-        if image.strength is None:
-            base.setdefault(asked, image.path)
-        elif image.strength == strength:
-            drawn.setdefault(asked, {})[released if image.step is None else image.step] = image.path
-    steps = chosen(sorted({step for found in drawn.values() for step in found}), released)
-    rows = [
-        SheetOfPrompt(prompt, seed, (base.get((prompt, seed)), *(found.get(step) for step in steps)))
-        for (prompt, seed), found in drawn.items()
-        if len(found) > 1
-    ]
-    is_exported = released_step(run) is not None
-    names = [f"step {step:,}{', exported' if is_exported and step == released else ''}" for step in steps]
-    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
+    strength, exported = strength_to_show(run.images), released_step(run)
+    last = exported or run.steps
+    base, drawn = arrange(
+        (image, last if image.step is None else image.step)
+        for image in run.images
+        if image.strength in (None, strength)
+    )
+    several = {asked: paths for asked, paths in drawn.items() if len(paths) > 1}
+    steps = choose_steps(sorted({step for paths in drawn.values() for step in paths}), last)
+    titles = {step: f"step {step:,}" for step in steps}
+    if exported is not None and last in titles:
+        titles[last] += ", exported"
+    return make_sheet(titles, base, several)
 
 
 def candidates_sheet(run: RunReport) -> StepSheet:
@@ -259,55 +253,83 @@ def candidates_sheet(run: RunReport) -> StepSheet:
     Others in the folder are of an earlier comparison, or of one by `validate`.
     """
     choice = mapping(run.record.lora.get("choice"))
-    recipes = [found for name in sequence(choice.get("recipes")) if (found := COMPARED_RECIPE.fullmatch(text(name)))]
-    compared = {
-        (whole(row.get("step")) if len(recipes) > 1 else None, number(row.get("strength")))
-        for row in map(mapping, sequence(choice.get("candidates")))
-    }
-    base: dict[tuple[str, int], Path] = {}
-    drawn: dict[tuple[str, int], dict[tuple[int, float], Path]] = {}
+    names = [COMPARED_RECIPE.fullmatch(text(name)) for name in sequence(choice.get("recipes"))]
+    recipes = [match for match in names if match]
+    rows = list(map(mapping, sequence(choice.get("candidates"))))
+    compared = {(whole(row.get("step")), number(row.get("strength"))) for row in rows}
+    if len(recipes) <= 1:  # of the exported file alone
+        compared = {(None, strength) for _, strength in compared}
+    images: list[Image] = []
     for recipe in recipes:
-        for image in images_of(run.folder / "samples" / recipe[0], int(recipe[1]) if recipe[1] else None):
-            asked = (image.prompt, image.seed)
-            if image.strength is None:
-                base.setdefault(asked, image.path)
-            elif (image.step, image.strength) in compared:
-                drawn.setdefault(asked, {})[image.step or 0, image.strength] = image.path
-    columns = sorted({key for found in drawn.values() for key in found})
-    several = len({step for step, _ in columns}) > 1
-    names = [
-        f"step {step:,}{'' if strength == 1 else f', strength {strength:g}'}" if several else f"strength {strength:g}"
-        for step, strength in columns
-    ]
-    rows = [
-        SheetOfPrompt(prompt, seed, (base.get((prompt, seed)), *(found.get(column) for column in columns)))
-        for (prompt, seed), found in drawn.items()
-    ]
-    return StepSheet((WITHOUT, *names), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
+        images += images_of(run.folder / "samples" / recipe[0], int(recipe[1]) if recipe[1] else None)
+    base, drawn = arrange(
+        (image, (image.step or 0, image.strength or 0.0))
+        for image in images
+        if image.strength is None or (image.step, image.strength) in compared
+    )
+    columns = sorted({column for paths in drawn.values() for column in paths})
+    has_several_steps = len({step for step, _ in columns}) > 1
+    titles = {}
+    for step, strength in columns:
+        if not has_several_steps:
+            titles[step, strength] = f"strength {strength:g}"
+        elif strength == 1:
+            titles[step, strength] = f"step {step:,}"
+        else:
+            titles[step, strength] = f"step {step:,}, strength {strength:g}"
+    return make_sheet(titles, base, drawn)
 
 
 def compared_images(runs: Sequence[RunReport], names: Sequence[str]) -> StepSheet:
     """The same prompts and seeds at the end of several runs, first without a LoRA where all have one base model."""
-    strengths = {image.strength for run in runs for image in run.images if image.strength is not None}
-    strength = 1.0 if 1.0 in strengths else max(strengths, default=None)
-    found: dict[tuple[str, int], dict[int | None, Path]] = {}
+    strength = strength_to_show([image for run in runs for image in run.images])
+    by_prompt: dict[
+        tuple[str, int], dict[int | None, Path]
+    ] = {}  # images of each run by its number, None without a LoRA
     for index, run in enumerate(runs):
         for image in run.images:
             if image.step is None and image.strength in (None, strength):
-                place = None if image.strength is None else index
-                found.setdefault((image.prompt, image.seed), {}).setdefault(place, image.path)
-    is_one_base = len({run.record.model.get("sha256") for run in runs}) == 1
-    columns: list[int | None] = [*([None] if is_one_base else []), *range(len(runs))]
+                column = None if image.strength is None else index
+                by_prompt.setdefault((image.prompt, image.seed), {}).setdefault(column, image.path)
+    titles: dict[int | None, str] = dict(enumerate(names))
+    if len({run.record.model.get("sha256") for run in runs}) == 1:
+        titles = {None: WITHOUT, **titles}
     # Prompts that most runs have first.
-    asked = sorted(found, key=lambda each: -len(found[each]))[:MOST_ROWS]
+    asked = sorted(by_prompt, key=lambda each: -len(by_prompt[each]))[:MOST_ROWS]
+    rows = [SheetOfPrompt(*each, tuple(by_prompt[each].get(column) for column in titles)) for each in asked]
+    return StepSheet(tuple(titles.values()), tuple(rows))
+
+
+def strength_to_show(images: Sequence[Image]) -> float | None:
+    """Full strength, else the strongest; None where no image has a LoRA."""
+    strengths = {image.strength for image in images if image.strength is not None}
+    return 1.0 if 1.0 in strengths else max(strengths, default=None)
+
+
+def arrange(images: Iterable[tuple[Image, Column]]) -> tuple[dict[Asked, Path], dict[Asked, dict[Column, Path]]]:
+    """Images with the columns that they belong to: those without a LoRA by prompt and seed, and the others also by column."""
+    base: dict[Asked, Path] = {}
+    drawn: dict[Asked, dict[Column, Path]] = {}
+    for image, column in images:
+        if image.strength is None:
+            base.setdefault((image.prompt, image.seed), image.path)
+        else:
+            drawn.setdefault((image.prompt, image.seed), {})[column] = image.path
+    return base, drawn
+
+
+def make_sheet(
+    titles: Mapping[Column, str], base: Mapping[Asked, Path], drawn: Mapping[Asked, Mapping[Column, Path]]
+) -> StepSheet:
+    """A sheet of what `arrange` found, with the columns of `titles`."""
     rows = [
-        SheetOfPrompt(prompt, seed, tuple(found[prompt, seed].get(column) for column in columns))
-        for prompt, seed in asked
+        SheetOfPrompt(*asked, (base.get(asked), *(paths.get(column) for column in titles)))
+        for asked, paths in drawn.items()
     ]
-    return StepSheet(tuple(WITHOUT if column is None else names[column] for column in columns), tuple(rows))
+    return StepSheet((WITHOUT, *titles.values()), tuple(rows[:MOST_ROWS])) if rows else NO_SHEET
 
 
-def chosen(steps: list[int], released: int) -> list[int]:
+def choose_steps(steps: list[int], released: int) -> list[int]:
     """At most MOST_STEPS, evenly, first and last and the exported one among them."""
     if len(steps) <= MOST_STEPS:
         return steps

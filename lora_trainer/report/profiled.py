@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.findings import counted
 from lora_trainer.core.io import read_json, write_json
 from lora_trainer.monitor.profile_files import BETWEEN_STEPS, OPERATORS, PHASES, PREPARE, PROFILE
 from lora_trainer.report.bottleneck import (
@@ -141,9 +142,9 @@ def operators_in(folder: Path) -> Mapping[str, Any]:
     traces = sorted(folder.glob("trace-step-*.json.gz"))
     if not traces:
         return {}
-    newest, kept = traces[-1], _document(folder / OPERATORS)
-    if kept.get("version") == VERSION and kept.get("trace") == newest.name:
-        return kept
+    newest, written = traces[-1], _document(folder / OPERATORS)
+    if written.get("version") == VERSION and written.get("trace") == newest.name:
+        return written
     try:
         found = summarize(newest)
         first = int(newest.name.split("-")[2].split(".")[0])
@@ -175,7 +176,7 @@ def facts_of(
         prepare_seconds=prepared / (whole(ahead.get("steps")) or 1) or None,
         operators=_operators_of(operators, phases),
         steps=run.seen_steps,
-        on_gpu=text(hardware.get("device")).startswith("cuda"),
+        on_gpu=run.on_gpu,
         cpus=whole(hardware.get("cpus")),
         threads=whole(hardware.get("threads")),
         setup=setup_of(run),
@@ -189,42 +190,36 @@ def facts_of(
 
 def answers(facts: TimeFacts, bounds: Sequence[Bound]) -> list[tuple[str, str]]:
     """The questions that `torch.utils.bottleneck` was asked, and others, each with its answer."""
-    found, phases = facts.operators, facts.phases
+    operators, phases, reasons = facts.operators, facts.phases, {bound.name: bound.why for bound in bounds}
 
     def answer(yes: bool, what: str) -> str:
-        return f"{'yes' if yes else 'no'}: {what}"
+        return f"yes: {what}" if yes else f"no: {what}"
 
-    of_data = next((bound.why for bound in bounds if bound.name == "data-bound"), "")
     waits = f"a step waits {percent(facts.waiting)} of its time for it"
-    rows = [("Is it the data?", answer(bool(of_data), of_data or waits))]
-    if found is None:
+    rows = [("Is it the data?", answer("data-bound" in reasons, reasons.get("data-bound", waits)))]
+    if operators is None:
         rows.append(("Is it Python and the CPU?", NO_PROFILE))
-    elif found.kernels is None:
-        rows.append(
-            ("Is it Python?", answer(found.is_held_up, f"{percent(found.idle)} of a step is between operators"))
-        )
+    elif operators.kernels is None:
+        between = f"{percent(operators.idle)} of a step is between operators"
+        rows.append(("Is it Python?", answer(operators.is_held_up, between)))
     else:
-        idle = f"the GPU computes nothing in {percent(found.idle)} of a step"
-        rows.append(("Is it Python and the CPU?", answer(any(bound.name == "launch-bound" for bound in bounds), idle)))
-        rows.append(
-            ("Is it the GPU?", answer(not found.is_held_up, f"it computes in {percent(1 - found.idle)} of a step"))
-        )
+        idle = f"the GPU computes nothing in {percent(operators.idle)} of a step"
+        busy = f"it computes in {percent(1 - operators.idle)} of a step"
+        rows.append(("Is it Python and the CPU?", answer("launch-bound" in reasons, idle)))
+        rows.append(("Is it the GPU?", answer(not operators.is_held_up, busy)))
     if phases:
-        both = sorted(("forward", "backward"), key=lambda name: -phases.get(name, 0.0))
-        rows.append(("Forward or backward?", ", ".join(f"{name} {percent(phases.get(name, 0.0))}" for name in both)))
-        share = sum(phases.get(name, 0.0) for name in PARTS_OF_UPDATE)
-        rows.append(("Is it the optimizer?", answer(share >= UPDATING, f"clipping and update take {percent(share)}")))
+        longest_first = sorted(("forward", "backward"), key=lambda name: -phases.get(name, 0.0))
+        both = ", ".join(f"{name} {percent(phases.get(name, 0.0))}" for name in longest_first)
+        updating = sum(phases.get(name, 0.0) for name in PARTS_OF_UPDATE)
+        update = f"clipping and update take {percent(updating)}"
+        rows += [("Forward or backward?", both), ("Is it the optimizer?", answer(updating >= UPDATING, update))]
     else:
         rows.append(("Forward or backward?", NO_PROFILE))
     is_between = any(share >= BETWEEN.get(name, 0.1) for name, share in facts.between.items())
     shares = ", ".join(f"{LABELS[name]} {percent(share)}" for name, share in facts.between.items()) or "nothing"
+    start = f"beyond the usual time, the first steps take {percent(facts.first)}"
     rows.append(("Is it between the steps?", answer(is_between, f"{shares} of the training's time")))
-    rows.append(
-        (
-            "Is it the start?",
-            answer(facts.first >= FIRST, f"beyond the usual time, the first steps take {percent(facts.first)}"),
-        )
-    )
+    rows.append(("Is it the start?", answer(facts.first >= FIRST, start)))
     return rows
 
 
@@ -232,33 +227,37 @@ def mfu_of(facts: TimeFacts, operators: Mapping[str, Any], device: Mapping[str, 
     """Model FLOPs utilization (arXiv:2204.02311, appendix B): the model's operations of a step, without those that
     gradient checkpointing repeats, over the step's time and the device's peak. None without a profile.
     """
-    planned, counted = number(device.get("tflop_per_step")), number(operators.get("flop"))
-    tflop = planned or (counted or 0.0) / 1e12
+    tflop, source = number(device.get("tflop_per_step")), "as `plan` counts them"
+    if not tflop:
+        tflop, source = (number(operators.get("flop")) or 0.0) / 1e12, "counted in the recorded operators"
     if not tflop:
         return None
-    source = "as `plan` counts them" if planned else "counted in the recorded operators"
     dtype, name = text(device.get("dtype")), text(device.get("name")) or "this CPU"
     tflops = tflop / facts.step_seconds
     did = f"{1000 * tflop:.3g} GFLOP a step ({source}) in {milliseconds(facts.step_seconds)} are {tflops:.3g} TFLOP/s"
     peak, here = number(device.get("peak_tflops")), number(device.get("matmul_tflops"))
     if facts.on_gpu and peak:
         return Mfu(tflops / peak, tflops, f"{percent(tflops / peak)}: {did}, of the {peak:g} of {name} in {dtype}")
-    if facts.on_gpu or not here:
-        of_here = f"; of the {here:.3g} that a large matmul reaches here it is {percent(tflops / here)}" if here else ""
-        return Mfu(None, tflops, f"not known, since the peak of {name} in {dtype} is not: {did}{of_here}")
-    threads = whole(device.get("threads")) or 1
-    of = f"of the {here:.3g} that a large {dtype} matmul reached in this run ({threads} thread{'s' * (threads > 1)})"
-    return Mfu(tflops / here, tflops, f"{percent(tflops / here)}: {did}, {of}")
+    if here and not facts.on_gpu:
+        threads = counted(whole(device.get("threads")) or 1, "thread")
+        reached = f"of the {here:.3g} that a large {dtype} matmul reached in this run ({threads})"
+        return Mfu(tflops / here, tflops, f"{percent(tflops / here)}: {did}, {reached}")
+    words = f"not known, since the peak of {name} in {dtype} is not: {did}"
+    if here:
+        words += f"; of the {here:.3g} that a large matmul reaches here it is {percent(tflops / here)}"
+    return Mfu(None, tflops, words)
 
 
 def with_command(advice: Advice, folder: Path) -> tuple[str, str]:
     """What to try, and the command to copy: a measurement beside the run's settings, or a new run with one changed."""
-    arguments = ["--compare", advice.setting] if advice.setting else []
-    if advice.command == "train":
-        arguments = ["--name", f"{folder.resolve().name}-2", "--set", advice.setting]
     if not advice.command:
         return advice.text, ""
-    return advice.text, _command(folder, advice.command, *arguments)
+    if advice.command == "train":
+        name = f"{folder.resolve().name}-2"
+        return advice.text, _command(folder, "train", "--name", name, "--set", advice.setting)
+    if advice.setting:
+        return advice.text, _command(folder, advice.command, "--compare", advice.setting)
+    return advice.text, _command(folder, advice.command)
 
 
 def _command(folder: Path, name: str, *arguments: str) -> str:
@@ -275,15 +274,13 @@ def _document(path: Path) -> Mapping[str, Any]:
 
 def _slowed(phases: Mapping[str, Any]) -> float | None:
     """The CPU time of a profiled step over that of another; None where there are too few of them."""
-    groups = [mapping(phases.get(name)) for name in ("profiled", "rest")]
-    counts, times = (
-        [whole(each.get("steps")) or 0 for each in groups],
-        [number(each.get("cpu_seconds")) for each in groups],
-    )
-    if min(counts) < STEADY or not all(times):
-        return None
-    profiled, other = ((seconds or 0.0) / count for seconds, count in zip(times, counts, strict=True))
-    return profiled / other
+    step_times = []
+    for group in (mapping(phases.get(name)) for name in ("profiled", "rest")):
+        steps, seconds = whole(group.get("steps")) or 0, number(group.get("cpu_seconds"))
+        if steps < STEADY or not seconds:
+            return None
+        step_times.append(seconds / steps)
+    return step_times[0] / step_times[1]
 
 
 def _shares_of_step(phases: Mapping[str, Any]) -> dict[str, float]:
@@ -317,9 +314,10 @@ def _operators_of(operators: Mapping[str, Any], phases: Mapping[str, Any]) -> Op
     """
     needed = ("seconds", "compute_seconds", "memory_seconds", "outside_seconds", "waiting_seconds")
     found = [number(operators.get(name)) for name in (*needed, "calls", "flop", "bytes")]
-    if any(value is None for value in found):
+    known = [value for value in found if value is not None]
+    if len(known) < len(found):
         return None
-    seconds, compute, memory, outside, waiting, calls, flop, moved = (value or 0.0 for value in found)
+    seconds, compute, memory, outside, waiting, calls, flop, moved = known
     device = mapping(phases.get("device"))
     added = min(outside, seconds * (1 - 1 / max(_slowed(phases) or 1.0, 1.0)))
     return OperatorFacts(

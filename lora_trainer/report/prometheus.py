@@ -43,12 +43,9 @@ LABELS = ("run", "folder")
 
 def find_runs(roots: Iterable[Path]) -> list[Path]:
     """The run folders at and below the roots, each once."""
-    found: dict[Path, None] = {}
-    for root in roots:
-        for depth in range(DEEPEST + 1):
-            for path in sorted(root.glob("/".join(["*"] * depth + [RECORD]))):
-                found[path.parent.resolve()] = None
-    return list(found)
+    patterns = ["*/" * depth + RECORD for depth in range(DEEPEST + 1)]
+    records = [path for root in roots for pattern in patterns for path in sorted(root.glob(pattern))]
+    return list(dict.fromkeys(path.parent.resolve() for path in records))
 
 
 def printable(text: str) -> str:
@@ -93,27 +90,28 @@ class RunsCollector:
             family.add_metric(list(labels.values()), value)
 
         for folder in find_runs(self._roots):
-            own = {"run": printable(folder.name), "folder": printable(str(folder))}
+            labels = {"run": printable(folder.name), "folder": printable(str(folder))}
             record = Record.read(folder) or Record(folder.name, status="failed")  # deleted meanwhile
             for state in STATES:
                 about = f"1 for the state that the run is in: {', '.join(STATES)}"
-                add(f"{PREFIX}_run_status", about, {**own, "status": state}, float(record.status == state))
-            add(f"{PREFIX}_run_alive", "1 while a process trains it, else 0", own, float(is_alive(folder)))
+                add(f"{PREFIX}_run_status", about, {**labels, "status": state}, float(record.status == state))
+            add(f"{PREFIX}_run_alive", "1 while a process trains it, else 0", labels, float(is_alive(folder)))
             for name, score in record.scores.items():
                 if score is not None:
                     about = "score of the dataset and of the LoRA, 0 to 1"
-                    add(f"{PREFIX}_run_score", about, {**own, "of": printable(str(name))}, score)
-            if (total := record.planned_steps) is not None:
-                add(f"{PREFIX}_run_steps_planned", "steps that the run will train", own, total)
+                    add(f"{PREFIX}_run_score", about, {**labels, "of": printable(str(name))}, score)
+            if record.planned_steps is not None:
+                add(f"{PREFIX}_run_steps_planned", "steps that the run will train", labels, record.planned_steps)
             for group, file in FILES.items():
                 row, changed = newest_row(folder / file)
                 for key, value in row.items():
-                    if (found := number(value)) is not None:
+                    finite = number(value)
+                    if finite is not None:
                         safe = re.sub(r"\W", "_", key, flags=re.ASCII)
                         about = UNITS.get(key, f"{key} of the newest row of {file}")
-                        add(f"{PREFIX}_{group}_{safe}", printable(about), own, found)
+                        add(f"{PREFIX}_{group}_{safe}", printable(about), labels, finite)
                 if row:
-                    add(f"{PREFIX}_{group}_written_timestamp_seconds", f"when {file} was last written", own, changed)
+                    add(f"{PREFIX}_{group}_written_timestamp_seconds", f"when {file} was last written", labels, changed)
         yield from families.values()
 
 

@@ -20,7 +20,6 @@ from lora_trainer.monitor.profile_files import PROFILE
 from lora_trainer.monitor.progress_line import duration
 from lora_trainer.monitor.trackers import EVENTS, read_lines
 from lora_trainer.report.bottleneck import percent
-from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.chart import short
 from lora_trainer.report.embedded_images import embedded
 from lora_trainer.report.ending import verdict_of
@@ -30,7 +29,7 @@ from lora_trainer.report.gallery import compared_images, gallery_of
 from lora_trainer.report.profiled import read_times
 from lora_trainer.report.read import RunReport, mapping, number, read_run, text, whole
 from lora_trainer.report.targets import idle_causes, seen_of, targets_of
-from lora_trainer.report.verdict_parts import verdict_parts
+from lora_trainer.report.verdict_parts import compared_rows, verdict_parts
 from lora_trainer.run_folder.record import RECORD, Record
 
 FILE = "report.html"

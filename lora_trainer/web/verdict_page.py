@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.core.io import finite
-from lora_trainer.report.candidates import compared_rows
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.gallery import ShownGroup, StepSheet, candidates_sheet, evidence_of, pairs_of, sheet_of
 from lora_trainer.report.read import RunReport, Score, mapping, number
-from lora_trainer.report.verdict_parts import verdict_parts
+from lora_trainer.report.verdict_parts import compared_rows, verdict_parts
 from lora_trainer.run_folder.record import RECORD, step_files
 from lora_trainer.web.run_list import file_url
 
