@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lora_trainer.core.findings import counted
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.doctor.during import events_so_far
-from lora_trainer.doctor.lines import Lines, error, ok, warning
+from lora_trainer.doctor.lines import Fault, Lines, error, first_fault, ok, warning
 from lora_trainer.report.ending import verdict_of
 from lora_trainer.report.read import text
 from lora_trainer.report.targets import targets_of
@@ -39,40 +39,39 @@ def ending(run: RunFacts) -> Lines:
         yield error("status", "run.json is damaged or missing", "a record", fix)
         return
     verdict = verdict_of(report)
-    found = f"{report.status}: {verdict.headline}"
-    reasons = [each for each in verdict.reasons if each.what]
-    why = f" ({reasons[0].what})" if reasons else ""
+    reasons = [reason for reason in verdict.reasons if reason.what]
     to_do = next((f"{each.to_do} {each.command}".strip() for each in reasons if each.to_do or each.command), "")
+    found = f"{report.status}: {verdict.headline}"
     if report.status == "running":
         found = f"killed at step {report.seen_steps:,}: the record says running, and no process trains here"
-        yield error("status", found, "a finished run", verdict.command or "")
-    elif report.status == "failed":
-        yield error("status", f"{found}{why}", "a finished run", verdict.command or to_do)
-    elif verdict.tone == "good":
-        yield ok("status", f"{found}{why}")
-    elif verdict.tone == "bad":
-        yield error("status", f"{found}{why}", "a LoRA that passes", to_do or "see report.html")
-    else:
-        yield warning("status", f"{found}{why}", "a LoRA that passes", verdict.command or to_do or "see report.html")
+    elif reasons:
+        found += f" ({reasons[0].what})"
+    to_look = to_do or "see report.html"
+    yield first_fault(
+        "status",
+        found,
+        (report.status == "running", "error", "a finished run", verdict.command or ""),
+        (report.status == "failed", "error", "a finished run", verdict.command or to_do),
+        (verdict.tone == "bad", "error", "a LoRA that passes", to_look),
+        (verdict.tone != "good", "warning", "a LoRA that passes", verdict.command or to_look),
+    )
 
 
 def files(run: RunFacts) -> Lines:
     """Whether the files that the run wrote are there, and what was written."""
+    keeps_state = run.report.record.keeps_state
     for name, why in (run.damaged or {}).items():
         if name.startswith("checkpoints/"):
-            fix = "delete it: --resume uses the one before" if run.report.record.keeps_state else "delete it"
-            yield error("files", f"{name}: {why}", "as it was written", fix)
+            fix = "delete it: --resume uses the one before" if keeps_state else "delete it"
+        elif name.endswith(".html"):
+            fix = f"lora-trainer report {run.report.folder}"
         else:
-            again = (
-                f"lora-trainer report {run.report.folder}"
-                if name.endswith(".html")
-                else "export it again: --resume, or copy it from a backup"
-                if run.report.record.keeps_state
-                else "copy it from a backup"
-            )
-            yield error("files", f"{name}: {why}", "as it was written", again)
+            fix = "export it again: --resume, or copy it from a backup" if keeps_state else "copy it from a backup"
+        yield error("files", f"{name}: {why}", "as it was written", fix)
     if run.checked:
-        shown = ", ".join(run.checked[:MOST_NAMED]) + (", …" if len(run.checked) > MOST_NAMED else "")
+        shown = ", ".join(run.checked[:MOST_NAMED])
+        if len(run.checked) > MOST_NAMED:
+            shown += ", …"
         yield ok("files", f"{counted(len(run.checked), 'file')} as written: {shown}")
     elif not run.damaged:
         yield warning("files", "no LoRA and no checkpoint", "what the run wrote", "start it again")
@@ -82,22 +81,19 @@ def scores(run: RunFacts) -> Lines:
     """Both gates: the dataset's score, and the outcome of the LoRA's verdict."""
     dataset, lora = run.report.dataset, run.report.lora
     if dataset.value is not None:
-        found = f"{dataset.value:.2f}"
         gate = "passed" if dataset.gate is None else f"at least {dataset.gate:.2f}"
-        yield ok("dataset score", found, gate) if dataset.passed else warning("dataset score", found, gate, REPORTED)
+        fault: Fault = (not dataset.passed, "warning", gate, REPORTED)
+        yield first_fault("dataset score", f"{dataset.value:.2f}", fault, wanted=gate)
     if lora.value is not None:
         outcome = lora.outcome or ("passed" if lora.passed else "refused")
-        yield ok("LoRA", outcome) if lora.passed else warning("LoRA", outcome, "passed", REPORTED)
+        yield first_fault("LoRA", outcome, (not lora.passed, "warning", "passed", REPORTED))
 
 
 def targets(run: RunFacts) -> Lines:
     """What the run should have reached on its machine."""
     for target in targets_of(run.report):
-        if target.met:
-            yield ok("target", f"{target.name}: {target.seen}", target.aim)
-        else:
-            fix = "docs/watching.md explains what slows a run"
-            yield warning("target", f"{target.name}: {target.seen}", target.aim, fix)
+        fault: Fault = (not target.met, "warning", target.aim, "docs/watching.md explains what slows a run")
+        yield first_fault("target", f"{target.name}: {target.seen}", fault, wanted=target.aim)
 
 
 def other_versions(run: RunFacts) -> Lines:

@@ -38,9 +38,10 @@ def torch_build(facts: MachineFacts) -> Lines:
             "install it again: pip install --force-reinstall torch",
         )
         return
-    toolkit = f" {torch.toolkit}" if torch.toolkit else ""
-    on_cpu = f", {torch.instructions} on the CPU" if torch.instructions else ""
-    yield ok("torch", f"{torch.version}, built for {NAMES[torch.build]}{toolkit}{on_cpu}")
+    found = f"{torch.version}, built for {NAMES[torch.build]} {torch.toolkit}".rstrip()
+    if torch.instructions:
+        found += f", {torch.instructions} on the CPU"
+    yield ok("torch", found)
     if not torch.has_onednn:
         yield warning("oneDNN", "torch was built without it", "oneDNN", "install torch from PyPI or pytorch.org")
 
@@ -51,9 +52,10 @@ def gpu_in_use(facts: MachineFacts) -> Lines:
     if torch.failure:
         return
     if cpu_requested(facts.environment):
-        value = facts.environment[CPU_VARIABLE]
-        there = f"; {present[0].vendor} GPU unused on purpose" if present else ""
-        yield ok("device", f"the CPU, as {CPU_VARIABLE}={value} requests{there}")
+        found = f"the CPU, as {CPU_VARIABLE}={facts.environment[CPU_VARIABLE]} requests"
+        if present:
+            found += f"; {present[0].vendor} GPU unused on purpose"
+        yield ok("device", found)
     elif torch.devices and torch.build in TRAINED_ON:
         names = ", ".join(f"{each.name} ({each.gib:.1f} GiB)" if each.gib else each.name for each in torch.devices)
         yield ok("device", names)
@@ -77,39 +79,44 @@ def gpu_in_use(facts: MachineFacts) -> Lines:
 
 def unused(facts: MachineFacts, gpu: PresentGpu) -> tuple[str, str, str]:
     """Why torch does not see a GPU that is there: what was found, what is wanted, the fix."""
-    torch, there = facts.torch, f"{gpu.vendor} GPU ({gpu.found_in})"
-    wanted = "torch uses the GPU"
+    torch, build, wanted = facts.torch, BUILDS[gpu.vendor], "torch uses the GPU"
+    there = f"{gpu.vendor} GPU ({gpu.found_in})"
     if not gpu.has_driver:
         fix = f"install {gpu.vendor}'s driver; in a container, start it with the GPU (docker run --gpus all)"
         return f"{there} without the device files of a driver", wanted, f"{fix}. Or {ON_CPU}"
-    build = BUILDS[gpu.vendor]
     if torch.build != build:
         found = f"{there}, and torch {torch.version} is built for {NAMES[torch.build]}"
         if build not in TRAINED_ON:
             return found, wanted, f"this program trains on GPUs of NVIDIA and AMD; {ON_CPU}"
         return found, wanted, f"{install_command(facts, build)}. Or {ON_CPU}"
-    hidden = [name for name in HIDING[gpu.vendor] if name in facts.environment]
-    if hidden:
-        named = f"{hidden[0]}={facts.environment[hidden[0]]!r}"
-        return f"{there}, and torch sees none: {named}", wanted, f"unset {hidden[0]}, or {ON_CPU}"
+    for name in HIDING[gpu.vendor]:
+        if name in facts.environment:
+            found = f"{there}, and torch sees none: {name}={facts.environment[name]!r}"
+            return found, wanted, f"unset {name}, or {ON_CPU}"
     if any(each.has_mig for each in facts.smi):
         fix = "create an instance, such as sudo nvidia-smi mig -cgi 19 -C, or turn MIG off: sudo nvidia-smi -mig 0"
         return f"{there} in MIG mode, and torch sees no instance", wanted, fix
-    why = f": {torch.complaint}" if torch.complaint else ""
-    fix = (
-        "see the line about the driver, and run nvidia-smi"
-        if gpu.vendor == "NVIDIA"
-        else "run rocminfo; your user must be in the groups video and render"
-    )
-    return f"{there}, and torch sees none{why}", wanted, fix
+    found = f"{there}, and torch sees none"
+    if torch.complaint:
+        found += f": {torch.complaint}"
+    if gpu.vendor == "NVIDIA":
+        return found, wanted, "see the line about the driver, and run nvidia-smi"
+    return found, wanted, "run rocminfo; your user must be in the groups video and render"
+
+
+def version_number(version: str) -> int | None:
+    """The first number of a driver's or a toolkit's version; None where it has none."""
+    match = re.match(r"\d+", version)
+    return int(match[0]) if match else None
 
 
 def install_command(facts: MachineFacts, build: Build) -> str:
     """How to install torch for a GPU: for NVIDIA's the build that its driver runs."""
     if build != "cuda":
         return "install torch for ROCm by the command of https://pytorch.org/get-started"
-    versions = [int(number[0]) for gpu in facts.smi if (number := re.match(r"\d+", gpu.driver))]
-    cuda = next((cuda for cuda in INDEXES if all(version >= LEAST_DRIVER[cuda] for version in versions)), min(INDEXES))
+    drivers = [version_number(gpu.driver) for gpu in facts.smi]
+    oldest = min((number for number in drivers if number is not None), default=max(LEAST_DRIVER.values()))
+    cuda = next((cuda for cuda in INDEXES if oldest >= LEAST_DRIVER[cuda]), min(INDEXES))
     return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{INDEXES[cuda]}"
 
 
@@ -123,36 +130,38 @@ def driver(facts: MachineFacts) -> Lines:
         yield warning(
             "driver", "nvidia-smi is not installed, so its version is not known", "nvidia-smi", "install nvidia-utils"
         )
+    cuda = version_number(facts.torch.toolkit) if facts.torch.build == "cuda" else None
+    least = LEAST_DRIVER.get(cuda or 0)
     for version in dict.fromkeys(gpu.driver for gpu in facts.smi):
-        major = re.match(r"\d+", facts.torch.toolkit if facts.torch.build == "cuda" else "")
-        least = LEAST_DRIVER.get(int(major[0])) if major else None
-        number = re.match(r"\d+", version)
-        if least is not None and number and int(number[0]) < least:
-            fix = f"install a driver of {least} or newer, or a torch for CUDA {int(major[0]) - 1 if major else ''}"
-            yield error(
-                "driver", f"{version}, and torch is built for CUDA {facts.torch.toolkit}", f"{least} or newer", fix
-            )
+        number = version_number(version)
+        if cuda is None or least is None:
+            yield ok("driver", version)
+        elif number is not None and number < least:
+            fix = f"install a driver of {least} or newer, or a torch for CUDA {cuda - 1}"
+            found = f"{version}, and torch is built for CUDA {facts.torch.toolkit}"
+            yield error("driver", found, f"{least} or newer", fix)
         else:
-            wanted = f"{least} or newer" if least is not None else ""
-            yield ok("driver", f"{version}{f', CUDA {facts.torch.toolkit} of torch needs {wanted}' if wanted else ''}")
+            yield ok("driver", f"{version}, CUDA {facts.torch.toolkit} of torch needs {least} or newer")
 
 
 def architectures(facts: MachineFacts) -> Lines:
     """Whether torch has code for the GPU: for its major version, or code that the driver compiles."""
     listed = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name) for name in facts.torch.architectures]
-    known = [(each[1], int(each[2]), int(each[3])) for each in listed if each]
+    known = [(match[1], (int(match[2]), int(match[3]))) for match in listed if match]
     for device in facts.torch.devices:
-        if device.capability is None or not known:
+        capability = device.capability
+        if capability is None or not known:
             continue
-        major, minor = device.capability
-        name = f"{device.name}: {major}.{minor}"
-        if any(kind == "sm" and have == major and of <= minor for kind, have, of in known):
+        name = "{}: {}.{}".format(device.name, *capability)
+        # Code runs on its own version and those up to it: as it is within a major version, else where the driver compiles it.
+        usable = [(kind, version) for kind, version in known if version <= capability]
+        if any(kind == "sm" and version[0] == capability[0] for kind, version in usable):
             yield ok("GPU code", f"{name}, in torch's build")
-        elif any(kind == "compute" and (have, of) <= (major, minor) for kind, have, of in known):
+        elif any(kind == "compute" for kind, _ in usable):
             fix = "install a torch that lists the GPU, from https://pytorch.org"
             yield warning("GPU code", f"{name} is compiled by the driver at the first start", "in torch's build", fix)
         else:
-            newest = "{}.{}".format(*max((have, of) for _, have, of in known))
+            newest = "{}.{}".format(*max(version for _, version in known))
             fix = "install another torch (https://pytorch.org): a newer one for a newer GPU, one of CUDA 12.6 for an old one"
             yield error(
                 "GPU code", f"{name}, and torch's build has none for it (up to {newest})", "code for the GPU", fix
@@ -197,7 +206,9 @@ def gpu_condition(facts: MachineFacts) -> Lines:
 
 def precisions(facts: MachineFacts) -> Lines:
     """Whether the GPU computes in bf16; a run uses fp16 with a loss scaler where it does not."""
-    for device in facts.torch.devices if facts.torch.build in TRAINED_ON else ():
+    if facts.torch.build not in TRAINED_ON:
+        return
+    for device in facts.torch.devices:
         if device.has_bf16:
             yield ok("bf16", f"{device.name} computes in bf16")
         else:
@@ -208,43 +219,41 @@ def precisions(facts: MachineFacts) -> Lines:
 def right_answers(facts: MachineFacts) -> Lines:
     """Known answers, a line for each device and precision."""
     for (device, dtype), group in groupby(facts.answers, key=lambda each: (each.device, each.dtype)):
-        answers = list(group)
-        name, wrong = f"{dtype} on {device}", [each for each in answers if not each.right]
-        if not wrong:
-            worst = max(answers, key=lambda each: each.off / each.allowed)
-            yield ok(name, f"{', '.join(each.operation for each in answers)}: at most {worst.off:.1e} off")
-        for each in wrong:
-            if each.failure:
-                state = f"{each.operation} fails: {each.failure}"
-                required = dtype == "float32" or device != "cpu"
-                line = error if required else warning
-                yield line(name, state, "it runs", "use another precision, or install another torch")
-            else:
-                state = f"{each.operation} is {each.off:.1e} off"
+        name, answers = f"{dtype} on {device}", list(group)
+        if all(answer.right for answer in answers):
+            worst = max(answers, key=lambda answer: answer.off / answer.allowed)
+            operations = ", ".join(answer.operation for answer in answers)
+            yield ok(name, f"{operations}: at most {worst.off:.1e} off")
+        for answer in answers:
+            if answer.failure:
+                line = error if dtype == "float32" or device != "cpu" else warning
+                fix = "use another precision, or install another torch"
+                yield line(name, f"{answer.operation} fails: {answer.failure}", "it runs", fix)
+            elif not answer.right:
+                found = f"{answer.operation} is {answer.off:.1e} off"
                 fix = "do not train here: install another torch and driver, check the memory and unset overrides such as HSA_OVERRIDE_GFX_VERSION"
-                yield error(name, state, f"at most {each.allowed:.1e}", fix)
+                yield error(name, found, f"at most {answer.allowed:.1e}", fix)
 
 
 def attention_backends(facts: MachineFacts) -> Lines:
     """Which backends run forward and backward; torch's own choice must."""
     if not facts.attention:
         return
-    running = [name for name, failure in facts.attention.items() if failure is None]
-    failing = {name: failure for name, failure in facts.attention.items() if failure is not None}
-    if facts.attention.get("sdpa") is not None:
-        yield error(
-            "attention",
-            str(facts.attention["sdpa"]),
-            "torch's own attention runs forward and backward",
-            "set hardware.attention_backend=math, or install another torch",
-        )
+    failures = {name: failure for name, failure in facts.attention.items() if failure is not None}
+    if "sdpa" in failures:
+        fix = "set hardware.attention_backend=math, or install another torch"
+        yield error("attention", failures["sdpa"], "torch's own attention runs forward and backward", fix)
         return
-    wrong = {name: failure for name, failure in failing.items() if WRONG_VALUES in failure}
-    absent = [name for name, failure in failing.items() if NOT_INSTALLED in failure]
-    others = [name for name in failing if name not in wrong and name not in absent]
-    rest = f"; do not run here: {', '.join(others)}" if others else ""
-    rest += f"; not installed: {', '.join(absent)}" if absent else ""
-    yield ok("attention", f"forward and backward on {facts.attention_on}: {', '.join(running)}{rest}")
+    wrong = {name: failure for name, failure in failures.items() if WRONG_VALUES in failure}
+    absent = [name for name, failure in failures.items() if NOT_INSTALLED in failure]
+    others = [name for name in failures if name not in wrong and name not in absent]
+    running = [name for name in facts.attention if name not in failures]
+    found = f"forward and backward on {facts.attention_on}: {', '.join(running)}"
+    if others:
+        found += f"; do not run here: {', '.join(others)}"
+    if absent:
+        found += f"; not installed: {', '.join(absent)}"
+    yield ok("attention", found)
     for name, failure in wrong.items():
         fix = f"do not set hardware.attention_backend={name}; install another version of it"
         yield warning("attention", failure, "right values and gradients", fix)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
-from lora_trainer.doctor.lines import Lines, error, ok, warning
+from lora_trainer.doctor.lines import Lines, first_fault, ok, warning
 from lora_trainer.doctor.run_facts import RunFacts, recent
 from lora_trainer.monitor.idle import BUSY, RECENT_ROWS, causes_of, clocks_of, means_of, slow_data
 from lora_trainer.monitor.memory import LARGEST_SYSTEM_SHARE
@@ -18,6 +17,8 @@ from lora_trainer.report.read import number, text
 from lora_trainer.report.targets import setup_of, why_not_measured
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lora_trainer.doctor.facts import MachineFacts
     from lora_trainer.run_folder.progress import WrittenProgress
 
@@ -45,18 +46,22 @@ def progress(run: RunFacts, live: WrittenProgress) -> Lines:
     if not run.rows:
         yield ok("progress", f"{live.progress.phase}, before the first step")
         return
-    seconds = recent(run.rows, "seconds")
+    seconds, losses = recent(run.rows, "seconds"), recent(run.rows, "loss")
     pace = median(seconds) if seconds else 0.0
-    left = "" if not total or not pace else f", ETA {clock_time((total - step) * pace)}"
-    rate = "" if not pace else f", {1 / pace:.1f}it/s" if pace < 1 else f", {pace:.1f}s/it"
-    of = f" of {total:,} ({step / total:.0%})" if total else ""
-    losses = recent(run.rows, "loss")
-    found = f"step {step:,}{of}{f', loss {losses[-1]:.4f}' if losses else ''}{rate}{left}"
-    if "loss" in run.rows[-1] and run.rows[-1]["loss"] is None:
-        fix = "see the events below; lower optimizer.learning_rate, or use bf16 in place of fp16"
-        yield warning("progress", f"{found}; the last loss is not finite", "a finite loss", fix)
-    else:
-        yield ok("progress", found)
+    found = f"step {step:,}"
+    if total:
+        found += f" of {total:,} ({step / total:.0%})"
+    if losses:
+        found += f", loss {losses[-1]:.4f}"
+    if pace:
+        found += f", {1 / pace:.1f}it/s" if pace < 1 else f", {pace:.1f}s/it"
+    if pace and total:
+        found += f", ETA {clock_time((total - step) * pace)}"
+    is_finite = run.rows[-1].get("loss", 0.0) is not None
+    if not is_finite:
+        found += "; the last loss is not finite"
+    fix = "see the events below; lower optimizer.learning_rate, or use bf16 in place of fp16"
+    yield first_fault("progress", found, (not is_finite, "warning", "a finite loss", fix))
 
 
 def sign_of_life(run: RunFacts, live: WrittenProgress) -> Lines:
@@ -66,31 +71,28 @@ def sign_of_life(run: RunFacts, live: WrittenProgress) -> Lines:
     if phase != "training":
         allowed = max(allowed, QUIET_PHASE_SECONDS)
     found = f"{phase}; the last progress was reported {clock_time(silent)} ago"
-    if silent > allowed:
-        who = f" (process {live.pid})" if live.is_of_this_machine else ""
-        then = "continue with --resume" if run.report.record.keeps_state else "start it again with another --name"
-        fix = f"look at its CPU and GPU use; if both idle it hangs: stop it{who} with SIGTERM and {then}"
-        yield warning("sign of life", found, f"one within {clock_time(allowed)}", fix)
-    else:
-        yield ok("sign of life", found)
+    process = f" (process {live.pid})" if live.is_of_this_machine else ""
+    then = "continue with --resume" if run.report.record.keeps_state else "start it again with another --name"
+    fix = f"look at its CPU and GPU use; if both idle it hangs: stop it{process} with SIGTERM and {then}"
+    yield first_fault("sign of life", found, (silent > allowed, "warning", f"one within {clock_time(allowed)}", fix))
 
 
 def its_process(run: RunFacts, live: WrittenProgress, facts: MachineFacts) -> Lines:
     """The process, and the system's memory beside it."""
+    process = f"{live.pid}"
     if not live.is_of_this_machine:
-        yield ok("process", f"{live.pid}, on another machine")
+        process += ", on another machine"
     else:
-        cpus = "" if run.process_cpus is None else f", {run.process_cpus:.1f} CPUs"
-        memory = "" if run.process_memory is None else f", {run.process_memory / GIB:.1f} GiB of memory"
-        yield ok("process", f"{live.pid}{cpus}{memory}")
+        if run.process_cpus is not None:
+            process += f", {run.process_cpus:.1f} CPUs"
+        if run.process_memory is not None:
+            process += f", {run.process_memory / GIB:.1f} GiB of memory"
+    yield ok("process", process)
     limit = max(facts.memory_limit, 1)
     share = 1.0 - facts.system.memory_available / limit
-    found = f"{share:.0%} of {limit / GIB:.1f} GiB are in use"
-    if share > LARGEST_SYSTEM_SHARE:
-        fix = "close other programs: the system may end the run"
-        yield warning("system memory", found, f"under {LARGEST_SYSTEM_SHARE:.0%}", fix)
-    else:
-        yield ok("system memory", found)
+    found, fix = f"{share:.0%} of {limit / GIB:.1f} GiB are in use", "close other programs: the system may end the run"
+    is_full = share > LARGEST_SYSTEM_SHARE
+    yield first_fault("system memory", found, (is_full, "warning", f"under {LARGEST_SYSTEM_SHARE:.0%}", fix))
 
 
 def speed(run: RunFacts) -> Lines:
@@ -98,14 +100,14 @@ def speed(run: RunFacts) -> Lines:
     seconds, waited = recent(run.rows, "seconds"), recent(run.rows, "data_seconds")
     if not seconds:
         return
-    now, usual = median(seconds[-10:]), run.usual_seconds or 0.0
-    if usual and now > SLOWER * usual:
-        found = f"{now:.2f} s a step, usually {usual:.2f} s"
-        yield warning("speed", found, "the usual time", "check for other processes and for a throttled GPU")
-    else:
-        yield ok("speed", f"{now:.2f} s a step")
-    share = sum(waited) / max(sum(seconds), 1e-9)
-    setup = setup_of(run.report)
+    now, usual = median(seconds[-10:]), run.usual_seconds
+    found = f"{now:.2f} s a step"
+    is_slow = usual is not None and now > SLOWER * usual > 0
+    if is_slow:
+        found += f", usually {usual:.2f} s"
+    fix = "check for other processes and for a throttled GPU"
+    yield first_fault("speed", found, (is_slow, "warning", "the usual time", fix))
+    share, setup = sum(waited) / max(sum(seconds), 1e-9), setup_of(run.report)
     limit = waiting_limit(cached=setup.cached)
     if share > limit:
         cause = slow_data(share, setup)
@@ -116,17 +118,19 @@ def speed(run: RunFacts) -> Lines:
 
 def gpu_use(run: RunFacts) -> Lines:
     """The load of the run's own GPUs, as it measured them in its latest rows of system.jsonl, and why they are idle."""
-    if not text(run.report.record.hardware.get("device")).startswith("cuda"):
+    if not run.report.on_gpu:
         return
     rows = run.report.system[-RECENT_ROWS:]
     means = means_of(rows)
     if "gpu_utilization" not in means:
         yield ok("GPU", f"not measured: {why_not_measured(run.report)}")
         return
-    over = sum(number(row.get("seconds")) or 0.0 for row in rows)
-    found = f"{means['gpu_utilization']:.0%} in use in the last {clock_time(over)}"
-    found += f", memory {means['gpu_memory']:.0%}" if "gpu_memory" in means else ""
-    found += f", up to {means['gpu_celsius_most']:.0f} degrees" if "gpu_celsius_most" in means else ""
+    seconds = sum(number(row.get("seconds")) or 0.0 for row in rows)
+    found = f"{means['gpu_utilization']:.0%} in use in the last {clock_time(seconds)}"
+    if "gpu_memory" in means:
+        found += f", memory {means['gpu_memory']:.0%}"
+    if "gpu_celsius_most" in means:
+        found += f", up to {means['gpu_celsius_most']:.0f} degrees"
     causes = causes_of(means, setup_of(run.report), clocks_of(rows))
     if causes:
         fix = f"{causes[0].to_do} lora-trainer report shows the settings to try"
@@ -141,21 +145,24 @@ def room_left(run: RunFacts) -> Lines:
         yield ok("disk", "what the run will write is known after its first checkpoint")
         return
     found = f"{size_words(run.room.free)} free, {size_words(run.room.needed)} to be written"
-    if run.room.problem is not None:
-        yield error("disk", found, "room for all of it", "free space there: the run pauses where the disk is full")
-    elif run.room.scarce:
-        yield warning("disk", found, "more room than that", "free space there")
-    else:
-        yield ok("disk", found)
+    full = run.room.problem is not None
+    yield first_fault(
+        "disk",
+        found,
+        (full, "error", "room for all of it", "free space there: the run pauses where the disk is full"),
+        (run.room.scarce, "warning", "more room than that", "free space there"),
+    )
 
 
 def events_so_far(run: RunFacts) -> Lines:
     """What the run reported beside its steps: the last one of each kind."""
-    reported = [event for event in run.events if text(event.get("kind")) not in HARMLESS]
-    counts = Counter(text(event.get("kind")) for event in reported)
-    for kind, count in counts.items():
-        last = next(event for event in reversed(reported) if text(event.get("kind")) == kind)
-        found = f"{counted(count, 'event')}, the last at step {last.get('step')}: {text(last.get('message'))}"
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for event in run.events:
+        by_kind.setdefault(text(event.get("kind")), []).append(event)
+    reported = {kind: events for kind, events in by_kind.items() if kind not in HARMLESS}
+    for kind, events in reported.items():
+        last = events[-1]
+        found = f"{counted(len(events), 'event')}, the last at step {last.get('step')}: {text(last.get('message'))}"
         yield warning(f"event {kind}", found, "none", "docs/watching.md explains it")
     if not reported:
         yield ok("events", "none")

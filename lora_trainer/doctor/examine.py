@@ -11,7 +11,7 @@ from lora_trainer.core.imports import OPTIONAL, is_installed, why_unusable
 from lora_trainer.core.io import user_cache_folder
 from lora_trainer.doctor import devices, surroundings
 from lora_trainer.doctor.lines import Diagnosis, DoctorLine, Lines
-from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disks, read_torch, run_attention
+from lora_trainer.doctor.measure import ask_hub, known_answers, measure_disk, read_torch, run_attention
 from lora_trainer.doctor.this_machine import read_machine
 from lora_trainer.doctor.this_run import Described, needs, written_places
 from lora_trainer.models.attention.packages import MODULES as ATTENTION
@@ -83,16 +83,16 @@ def measured(
     Without `on_gpu` nothing is computed on a GPU, where a run may need all of its memory.
     """
     torch_facts = facts.torch if on_gpu else replace(facts.torch, devices=())
-    offline = surroundings.is_offline(facts)
-    wanted = {"fp32": "float32", "fp16": "float16"}  # every other precision computes in bf16 on a GPU
-    dtype = "" if described.config is None else wanted.get(described.config.memory.weight_dtype, "")
-    attention, place = run_attention(torch_facts, dtype) if on_gpu or not facts.torch.devices else ({}, "")
+    offline, dtype = surroundings.is_offline(facts), ""
+    if described.config is not None:  # every other precision computes in bf16 on a GPU
+        dtype = {"fp32": "float32", "fp16": "float16"}.get(described.config.memory.weight_dtype, "")
+    if on_gpu or not facts.torch.devices:
+        backends, place = run_attention(torch_facts, dtype)
+        facts = replace(facts, attention=backends, attention_on=place)
     return replace(
         facts,
         answers=known_answers(torch_facts),
-        attention=attention,
-        attention_on=place,
-        disks=measure_disks(places),
+        disks=tuple(measure_disk(use, folder, needed) for use, folder, needed in places),
         hub=ask_hub(online=online and not offline),
     )
 

@@ -39,6 +39,7 @@ class DoctorLine:
 
 
 Lines = Iterator[DoctorLine]
+Fault = tuple[object, Level, str, str]  # whether it is there, its level, what is wanted, and the fix
 
 
 def ok(name: str, found: str, wanted: str = "") -> DoctorLine:
@@ -51,6 +52,17 @@ def warning(name: str, found: str, wanted: str, fix: str) -> DoctorLine:
 
 def error(name: str, found: str, wanted: str, fix: str) -> DoctorLine:
     return DoctorLine(name, "error", found, wanted, fix)
+
+
+def first_fault(name: str, found: str, *faults: Fault, wanted: str = "") -> DoctorLine:
+    """The line of the first fault that is there, else one that is ok.
+
+    `wanted` is for the line that is ok.
+    """
+    for is_there, level, instead, fix in faults:
+        if is_there:
+            return DoctorLine(name, level, found, instead, fix)
+    return ok(name, found, wanted)
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,10 @@ class Diagnosis:
         errors, warnings = self.of_level("error"), self.of_level("warning")
         if not errors and not warnings:
             return f"No errors, no warnings: all {len(self.lines)} lines are as wanted."
-        counts = [
-            *([counted(len(errors), "error")] if errors else ["No errors"]),
-            *([counted(len(warnings), "warning")] if warnings else []),
-        ]
-        first = (errors or warnings)[0]
-        return f"{', '.join(counts)}. First: {first.name}: {first.found}"
+        first, counts = (errors or warnings)[0], counted(len(errors), "error") if errors else "No errors"
+        if warnings:
+            counts += f", {counted(len(warnings), 'warning')}"
+        return f"{counts}. First: {first.name}: {first.found}"
 
     def to_json(self) -> dict[str, Any]:
         """The document of `doctor --json`."""
@@ -106,15 +116,16 @@ class Diagnosis:
 
 def plain_text(diagnosis: Diagnosis) -> list[str]:
     """One line for each check, so that it can be searched; the fix below it."""
-    found: list[str] = []
+    texts: list[str] = []
     for part, lines in diagnosis.shown:
-        found.append(TITLES[part])
+        texts.append(TITLES[part])
         for line in lines:
-            wanted = f" (wanted: {line.wanted})" if line.wanted and line.level != "ok" else ""
-            found.append(f"  {line.level:<8}{line.name}: {line.found}{wanted}")
+            texts.append(f"  {line.level:<8}{line.name}: {line.found}")
+            if line.wanted and line.level != "ok":
+                texts[-1] += f" (wanted: {line.wanted})"
             if line.fix:
-                found.append(f"{'':10}fix: {line.fix}")
-    return [*found, diagnosis.summary]
+                texts.append(f"{'':10}fix: {line.fix}")
+    return [*texts, diagnosis.summary]
 
 
 def table_of(lines: Sequence[DoctorLine]) -> Table:
@@ -125,8 +136,9 @@ def table_of(lines: Sequence[DoctorLine]) -> Table:
     table.add_column(overflow="fold")
     for line in lines:
         text = Text(line.found)
-        if line.level != "ok":
-            text.append(f"\nwanted: {line.wanted}" if line.wanted else "", "dim")
-            text.append(f"\nfix: {line.fix}" if line.fix else "", "bold")
+        if line.wanted and line.level != "ok":
+            text.append(f"\nwanted: {line.wanted}", "dim")
+        if line.fix:
+            text.append(f"\nfix: {line.fix}", "bold")
         table.add_row(Text(line.level, STYLES[line.level]), line.name, text)
     return table

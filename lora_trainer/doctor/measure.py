@@ -6,10 +6,12 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,24 +69,23 @@ def build_of(torch: Any) -> tuple[Build, str]:
 
 def devices_of(torch: Any, build: Build) -> tuple[TorchDevice, ...]:
     """The GPUs that torch sees."""
-    if build == "mps":
-        return (TorchDevice("Apple GPU", None, None, has_bf16=False),) if torch.backends.mps.is_available() else ()
-    if build == "xpu":
-        found = [torch.xpu.get_device_properties(index) for index in range(torch.xpu.device_count())]
-        return tuple(TorchDevice(each.name, each.total_memory / 2**30) for each in found)
-    if build == "cpu" or not torch.cuda.is_available():
+    if build == "mps" and torch.backends.mps.is_available():
+        return (TorchDevice("Apple GPU", has_bf16=False),)
+    if build in ("cpu", "mps") or (build != "xpu" and not torch.cuda.is_available()):
         return ()
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    is_cuda = build == "cuda"
-    return tuple(
-        TorchDevice(
-            each.name,
-            each.total_memory / 2**30,
-            (each.major, each.minor) if is_cuda else None,
-            each.major >= 8 if is_cuda else torch.cuda.is_bf16_supported(including_emulation=False),
-        )
-        for each in found
-    )
+    api = torch.xpu if build == "xpu" else torch.cuda
+    listed = [api.get_device_properties(index) for index in range(api.device_count())]
+    devices = [TorchDevice(each.name, each.total_memory / 2**30) for each in listed]
+    if build == "cuda":
+        versions = [(each.major, each.minor) for each in listed]
+        devices = [
+            replace(device, capability=version, has_bf16=version[0] >= 8)
+            for device, version in zip(devices, versions, strict=True)
+        ]
+    if build == "rocm":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        devices = [replace(device, has_bf16=has_bf16) for device in devices]
+    return tuple(devices)
 
 
 def known_answers(facts: TorchFacts) -> tuple[KnownAnswer, ...]:
@@ -93,13 +94,15 @@ def known_answers(facts: TorchFacts) -> tuple[KnownAnswer, ...]:
         return ()
     import torch
 
-    places = ["cpu", *([{"xpu": "xpu", "mps": "mps"}.get(facts.build, "cuda")] if facts.devices else [])]
+    computed = [("cpu", dtype) for dtype in DTYPES]
+    if facts.devices:
+        place = facts.build if facts.build in ("xpu", "mps") else "cuda"
+        has_bf16 = facts.devices[0].has_bf16
+        computed += [(place, dtype) for dtype in DTYPES if has_bf16 or dtype != "bfloat16"]
     return tuple(
         answer(torch.device(place), getattr(torch, dtype), operation)
-        for place in places
-        for dtype in DTYPES
+        for place, dtype in computed
         for operation in OPERATIONS
-        if not (dtype == "bfloat16" and place != "cpu" and not facts.devices[0].has_bf16)
     )
 
 
@@ -161,9 +164,9 @@ def run_attention(facts: TorchFacts, wanted: str = "") -> tuple[dict[str, str | 
     from lora_trainer.models.attention.probe import probe
     from lora_trainer.models.attention.shapes import AttentionShape
 
-    place = "cuda" if facts.devices and facts.build in ("cuda", "rocm") else "cpu"
-    usual = "float32" if place == "cpu" else "bfloat16" if facts.devices[0].has_bf16 else "float16"
-    dtype = wanted or usual
+    place, dtype = "cpu", wanted or "float32"
+    if facts.devices and facts.build in ("cuda", "rocm"):
+        place, dtype = "cuda", wanted or ("bfloat16" if facts.devices[0].has_bf16 else "float16")
     shapes = [AttentionShape(1, 2, 64, 64, size) for size in (40, 64, 128)]  # heads of SD1.5, SDXL and FLUX.1
     found = {name: probe(name, getattr(torch, dtype), torch.device(place), shapes) for name in BACKENDS}
     trim_heap()
@@ -172,17 +175,12 @@ def run_attention(facts: TorchFacts, wanted: str = "") -> tuple[dict[str, str | 
 
 def measure_disk(use: str, folder: Path, needed: int | None = None) -> DiskFacts:
     """Write a few MB, flush and read them, in the folder or its nearest parent that exists; they are removed again."""
-    import shutil
-
-    place = nearest_folder(folder)
-    try:
+    place, name = nearest_folder(folder), ""
+    facts = DiskFacts(use, str(folder), 0, 0, needed=needed)
+    with contextlib.suppress(OSError):
         usage = shutil.disk_usage(place)
-        free, total = usage.free, usage.total
-    except OSError:
-        free = total = 0
-    facts = DiskFacts(use, str(folder), free, total, needed=needed)
+        facts = replace(facts, free=usage.free, total=usage.total)
     data = os.urandom(2**20)  # some file systems compress
-    name = ""
     try:
         began = time.perf_counter()
         with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor.", suffix=".part", delete=False) as file:
@@ -190,29 +188,20 @@ def measure_disk(use: str, folder: Path, needed: int | None = None) -> DiskFacts
             for _ in range(MEASURED_BYTES // len(data)):
                 file.write(data)
         flush_file(Path(name))
-        wrote = time.perf_counter() - began
-        began = time.perf_counter()
+        wrote = time.perf_counter()
         with open(name, "rb") as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while file.read(2**20):
                 pass
-        read = time.perf_counter() - began
+        read_seconds = max(time.perf_counter() - wrote, 1e-6)
     except OSError as failure:
-        reason = (failure.strerror or str(failure)).lower()
-        return DiskFacts(use, str(folder), free, total, failure=reason, needed=needed)
+        return replace(facts, failure=(failure.strerror or str(failure)).lower())
     finally:
         if name:
             with contextlib.suppress(OSError):
                 os.unlink(name)
-    return DiskFacts(
-        facts.use, facts.folder, free, total, MEASURED_BYTES / wrote, MEASURED_BYTES / max(read, 1e-6), needed=needed
-    )
-
-
-def measure_disks(places: Sequence[tuple[str, Path, int | None]]) -> tuple[DiskFacts, ...]:
-    """Each folder, with what it is used for and the bytes that a run needs there."""
-    return tuple(measure_disk(use, folder, needed) for use, folder, needed in places)
+    return replace(facts, write=MEASURED_BYTES / (wrote - began), read=MEASURED_BYTES / read_seconds)
 
 
 def ask_hub(*, online: bool) -> HubFacts:

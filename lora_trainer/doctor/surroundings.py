@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from lora_trainer.core.disk import size_words
 from lora_trainer.core.findings import counted
-from lora_trainer.doctor.lines import Lines, error, ok, warning
+from lora_trainer.doctor.lines import DoctorLine, Lines, error, first_fault, ok, warning
 from lora_trainer.doctor.variables import OURS, VARIABLES
 
 if TYPE_CHECKING:
@@ -36,36 +38,44 @@ def python(facts: MachineFacts) -> Lines:
     system = facts.system
     version = ".".join(map(str, system.python))
     found = f"{version}, {system.bits} bits, {system.system} {system.release} on {system.machine}".replace("  ", " ")
-    if system.bits != 64:
-        yield error("python", found, "64 bits", "install a 64-bit Python: torch has no other builds")
-    elif system.python[:2] < OLDEST_PYTHON:
-        yield error("python", found, "3.11 or newer", "make the environment again with Python 3.11 or newer")
-    elif system.python[:2] > NEWEST_TESTED_PYTHON:
-        yield warning("python", found, "3.11 to 3.13", "use a tested version if a package fails to install")
-    else:
-        yield ok("python", found)
+    yield first_fault(
+        "python",
+        found,
+        (system.bits != 64, "error", "64 bits", "install a 64-bit Python: torch has no other builds"),
+        (
+            system.python[:2] < OLDEST_PYTHON,
+            "error",
+            "3.11 or newer",
+            "make the environment again with Python 3.11 or newer",
+        ),
+        (
+            system.python[:2] > NEWEST_TESTED_PYTHON,
+            "warning",
+            "3.11 to 3.13",
+            "use a tested version if a package fails to install",
+        ),
+    )
 
 
 def versions(facts: MachineFacts) -> Lines:
     """Installed packages against what this package requires, and against the versions that the tests run with."""
-    required = {}
+    required: dict[str, SpecifierSet] = {}
     for text in facts.requires:
-        try:
-            each = Requirement(text)
-        except InvalidRequirement:
-            continue
-        if each.marker is None or each.marker.evaluate({"extra": ""}):
-            required[each.name.lower()] = each.specifier
+        with suppress(InvalidRequirement):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                required[requirement.name.lower()] = requirement.specifier
     other, same = [], 0
     for name, version in facts.versions.items():
+        wanted, tested = required.get(name, SpecifierSet()), facts.tested.get(name, version)
         try:
-            here, tested = Version(version), Version(facts.tested.get(name, version))
+            here, there = Version(version), Version(tested)
         except InvalidVersion:
             continue
-        if name in required and not required[name].contains(here, prereleases=True):
-            fix = f"pip install '{name}{f'=={tested}' if name in facts.tested else required[name]}'"
-            yield error("versions", f"{name} {version}", f"{name}{required[name]}", fix)
-        elif here.release[:2] != tested.release[:2]:
+        if not wanted.contains(here, prereleases=True):
+            install = f"{name}=={tested}" if name in facts.tested else f"{name}{wanted}"
+            yield error("versions", f"{name} {version}", f"{name}{wanted}", f"pip install '{install}'")
+        elif here.release[:2] != there.release[:2]:
             other.append(f"{name} {version} (tested {tested})")
         else:
             same += 1
@@ -94,39 +104,34 @@ def container(facts: MachineFacts) -> Lines:
         inside = system.container or "limits of control groups or affinity"
         cpus = f"{system.cpus_available:g} of {counted(system.cpus, 'CPU')}"
         memory = f"{facts.memory_limit / GIB:.1f} of {system.memory / GIB:.1f} GiB of memory"
-        if system.cpus_available < 1:
-            fix = "give it at least one CPU (docker run --cpus 4)"
-            yield warning("container", f"{inside}: {cpus}, {memory}", "at least one CPU", fix)
-        else:
-            yield ok("container", f"{inside}: {cpus}, {memory}")
+        fix = "give it at least one CPU (docker run --cpus 4)"
+        has_none = system.cpus_available < 1
+        found = f"{inside}: {cpus}, {memory}"
+        yield first_fault("container", found, (has_none, "warning", "at least one CPU", fix))
 
 
 def memory(facts: MachineFacts) -> Lines:
     """The memory that this process may use, and what is free of it."""
     system, limit = facts.system, facts.memory_limit
     found = f"{limit / GIB:.1f} GiB, {system.memory_available / GIB:.1f} free, swap {system.swap / GIB:.1f}"
-    if limit < LEAST_MEMORY:
-        larger = (
-            "give the container more (docker run --memory 16g)" if limit < system.memory else "use a larger machine"
-        )
-        yield error(
-            "memory", found, f"{LEAST_MEMORY / GIB:.0f} GiB or more", f"{larger}; `plan` shows what a run needs"
-        )
-    elif system.memory_available < LEAST_FREE_MEMORY:
-        yield warning("memory", found, f"{LEAST_FREE_MEMORY / GIB:.0f} GiB free", "close other programs")
-    else:
-        yield ok("memory", found)
+    larger = "use a larger machine"
+    if limit < system.memory:
+        larger = "give the container more (docker run --memory 16g)"
+    least, free = f"{LEAST_MEMORY / GIB:.0f} GiB or more", f"{LEAST_FREE_MEMORY / GIB:.0f} GiB free"
+    yield first_fault(
+        "memory",
+        found,
+        (limit < LEAST_MEMORY, "error", least, f"{larger}; `plan` shows what a run needs"),
+        (system.memory_available < LEAST_FREE_MEMORY, "warning", free, "close other programs"),
+    )
 
 
 def cpus(facts: MachineFacts) -> Lines:
     """CPUs that other programs leave free."""
     system = facts.system
-    usable = system.cpus_available
-    found = f"{usable:g} of {system.cpus} to use, {system.cpus_busy:.1f} busy"
-    if system.cpus_busy > 0.8 * usable:
-        yield warning("CPUs", found, "free CPUs", "close other programs: steps and their times suffer")
-    else:
-        yield ok("CPUs", found)
+    found = f"{system.cpus_available:g} of {system.cpus} to use, {system.cpus_busy:.1f} busy"
+    is_busy, fix = system.cpus_busy > 0.8 * system.cpus_available, "close other programs: steps and their times suffer"
+    yield first_fault("CPUs", found, (is_busy, "warning", "free CPUs", fix))
     if system.threads:
         yield ok("threads", system.threads)
 
@@ -135,19 +140,20 @@ def disks(facts: MachineFacts) -> Lines:
     """Folders of the caches and of runs: whether they can be written to, their room and their speed."""
     for disk in facts.disks:
         name, setting = f"{disk.use} disk", {"cache": "cache.dir", "output": "run.output"}.get(disk.use, "a folder")
-        there = f"{disk.folder}: {size_words(disk.free)} free"
         if disk.failure:
             fix = f"name another folder with {setting}, or make this one writable"
             yield error(name, f"{disk.folder}: {disk.failure}", "a folder that can be written to", fix)
             continue
+        there, fix = (
+            f"{disk.folder}: {size_words(disk.free)} free",
+            f"free space there, or name another disk with {setting}",
+        )
         if disk.needed is not None and disk.needed > disk.free:
-            fix = f"free space there, or name another disk with {setting}"
             yield error(name, there, f"{size_words(disk.needed)} for this run", fix)
         elif disk.free < LEAST_DISK:
-            yield error(name, there, size_words(LEAST_DISK), f"free space there, or name another disk with {setting}")
+            yield error(name, there, size_words(LEAST_DISK), fix)
         elif disk.free < LITTLE_DISK:
-            fix = f"free space there, or name another disk with {setting}; `plan` shows what a run needs"
-            yield warning(name, there, size_words(LITTLE_DISK), fix)
+            yield warning(name, there, size_words(LITTLE_DISK), f"{fix}; `plan` shows what a run needs")
         if disk.write is None or disk.read is None:
             continue
         speed = f"{there}, writes {disk.write / 1e6:,.0f} and reads {disk.read / 1e6:,.0f} MB/s"
@@ -161,15 +167,15 @@ def disks(facts: MachineFacts) -> Lines:
 def limits(facts: MachineFacts) -> Lines:
     """What the system lets one process use: open files, size of a file, address space."""
     system = facts.system
-    files = system.open_files
-    if files is not None and files < FEW_FILES:
-        line, hard = error if files < FEWEST_FILES else warning, system.open_files_hard
-        fix = "ulimit -n 4096"
-        if hard is not None and hard < FEW_FILES:
-            fix = f"raise the hard limit of {hard}: limits.conf, LimitNOFILE=4096 of a service, or docker run --ulimit nofile=4096"
-        yield line("open files", f"{files}", f"{FEW_FILES} or more", fix)
-    elif files is not None or system.system == "Linux":
-        yield ok("open files", "no limit" if files is None else f"{files}")
+    files, hard, fix = system.open_files, system.open_files_hard, "ulimit -n 4096"
+    if hard is not None and hard < FEW_FILES:
+        fix = f"raise the hard limit of {hard}: limits.conf, LimitNOFILE=4096 of a service, or docker run --ulimit nofile=4096"
+    if files is not None:
+        wanted = f"{FEW_FILES} or more"
+        too_few, few = files < FEWEST_FILES, files < FEW_FILES
+        yield first_fault("open files", f"{files}", (too_few, "error", wanted, fix), (few, "warning", wanted, fix))
+    elif system.system == "Linux":
+        yield ok("open files", "no limit")
     if system.file_size is not None:
         line = error if system.file_size < LEAST_FILE else warning
         yield line("size of a file", f"at most {size_words(system.file_size)}", "no limit", "ulimit -f unlimited")
@@ -186,16 +192,15 @@ def shared_memory(facts: MachineFacts) -> Lines:
         return
     found = f"{size / 2**20:,.0f} MiB in /dev/shm"
     if size < SMALL_SHARED_MEMORY:
-        why = "for several GPUs" if gpus > 1 else "only several processes need more"
-        fix = "docker run --shm-size 8g (or --ipc host)"
-        yield warning("shared memory", f"{found}; {why}", f"{SMALL_SHARED_MEMORY / 2**20:,.0f} MiB", fix)
-    else:
-        yield ok("shared memory", found)
+        found += "; for several GPUs" if gpus > 1 else "; only several processes need more"
+    wanted, fix = f"{SMALL_SHARED_MEMORY / 2**20:,.0f} MiB", "docker run --shm-size 8g (or --ipc host)"
+    yield first_fault("shared memory", found, (size < SMALL_SHARED_MEMORY, "warning", wanted, fix))
 
 
 def clock(facts: MachineFacts) -> Lines:
     """A clock that is wrong, moved or slow: of the times of steps, of files, and of requests that check certificates."""
     system = facts.system
+    source = f", {system.clock_source}" if system.clock_source else ""
     if system.clock_shift:
         fix = "start it without; times of steps, ages of cached files and --max-hours follow that clock"
         yield warning("clock", f"this process has another time: {system.clock_shift}", "the machine's time", fix)
@@ -213,7 +218,7 @@ def clock(facts: MachineFacts) -> Lines:
             "clock", found, "tsc or kvm-clock", "set clocksource=tsc for the kernel, if the machine supports it"
         )
     elif not system.clock_shift:
-        yield ok("clock", f"steady{f', {system.clock_source}' if system.clock_source else ''}")
+        yield ok("clock", f"steady{source}")
 
 
 def variables(facts: MachineFacts) -> Lines:
@@ -221,20 +226,17 @@ def variables(facts: MachineFacts) -> Lines:
     ours = []
     for name, value in facts.environment.items():
         variable = VARIABLES[name]
-        shown = (
-            "set"
-            if variable.secret
-            else "empty"
-            if not value.strip()
-            else value
-            if len(value) < 80
-            else f"{value[:77]}…"
-        )
+        if variable.secret:
+            shown = "set"
+        elif not value.strip():
+            shown = "empty"
+        else:
+            shown = value if len(value) < 80 else f"{value[:77]}…"
         complaint = variable.judge(value, facts) if variable.judge else None
         if complaint is not None:
             level, effect, fix = complaint
-            line = error if level == "error" else warning
-            yield line(name, f"{shown}, {effect}", "not set" if "unset" in fix else "another value", fix)
+            wanted = "not set" if "unset" in fix else "another value"
+            yield DoctorLine(name, level, f"{shown}, {effect}", wanted, fix)
         elif value == OURS.get(name):
             ours.append(f"{name}={value}")
         else:
@@ -250,9 +252,9 @@ def is_offline(facts: MachineFacts) -> bool:
 
 def hub(facts: MachineFacts) -> Lines:
     """Whether models can be downloaded; a request is made only with --online."""
-    found, offline = facts.hub, is_offline(facts)
+    found = facts.hub
     token = "a token is there" if found.has_token else "no token: gated models, such as FLUX.1-dev, need one"
-    if offline:
+    if is_offline(facts):
         yield ok("hub", "HF_HUB_OFFLINE is set: models come from local folders only")
     elif not found.asked:
         yield ok("hub", f"not asked, which --online does; {token}")

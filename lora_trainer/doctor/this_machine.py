@@ -43,14 +43,20 @@ def read_machine() -> MachineFacts:
     present = present_gpus()
     if smi and not any(gpu.vendor == "NVIDIA" and gpu.has_driver for gpu in present):  # Windows has no device files
         present = (*(PresentGpu("NVIDIA", "nvidia-smi") for _ in smi), *present)
+    versions, requires = dict[str, str](), tuple[str, ...]()
+    for name in (*PACKAGES, *OTHER_PACKAGES):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        requires = tuple(metadata.requires("lora-trainer") or ())
     return MachineFacts(
         system=read_system(),
         gpus=present,
         smi=smi,
         smi_failure=smi_failure,
-        versions=installed_versions(),
+        versions=versions,
         tested=constrained_versions(),
-        requires=declared_ranges(),
+        requires=requires,
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 
@@ -101,11 +107,12 @@ def read_limits() -> dict[str, tuple[int | None, int | None]]:
         return {}
     import resource
 
-    found = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}")) for name in ("NOFILE", "FSIZE", "AS")}
-    return {
-        name: (None if soft == resource.RLIM_INFINITY else soft, None if hard == resource.RLIM_INFINITY else hard)
-        for name, (soft, hard) in found.items()
-    }
+    limits = {}
+    for name in ("NOFILE", "FSIZE", "AS"):
+        numbers = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        soft, hard = (None if number == resource.RLIM_INFINITY else number for number in numbers)
+        limits[name] = (soft, hard)
+    return limits
 
 
 def text_of(path: str) -> str:
@@ -211,15 +218,6 @@ def _smi_gpu(row: list[str]) -> SmiGpu:
     )
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a run depends on, by their names in lower case."""
-    found = {}
-    for name in (*PACKAGES, *OTHER_PACKAGES):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def constrained_versions() -> dict[str, str]:
     """The versions of constraints.txt: inside an installed package, beside the package in a checkout."""
     package = Path(__file__).resolve().parent.parent
@@ -227,11 +225,3 @@ def constrained_versions() -> dict[str, str]:
     text = next((place.read_text("utf-8") for place in places if place.is_file()), "")
     pins = (line.partition("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
     return {name.strip().lower().replace("_", "-"): version.strip() for name, _, version in pins}
-
-
-def declared_ranges() -> tuple[str, ...]:
-    """The requirements that this package declares; none where it is not installed."""
-    try:
-        return tuple(metadata.requires("lora-trainer") or ())
-    except metadata.PackageNotFoundError:
-        return ()
