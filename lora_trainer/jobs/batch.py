@@ -26,7 +26,6 @@ from lora_trainer.jobs.job_state import (
     TOGETHER,
     WAIT_MINUTES,
     NewJob,
-    QueuedJob,
 )
 from lora_trainer.jobs.job_store import FOLDER, JobStore, holds_batch, open_batch, unless_refused
 from lora_trainer.jobs.joint_jobs import settings_against
@@ -96,8 +95,11 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
     left = sum(job.status == "waiting" for job in listed)
     what = f"{len(folders)} datasets in {order.root}" if order.root else counted(len(folders), "config")
     console.print(f"batch of {what}, {left} to run; output in {order.output}")
-    if lost := [job.name for job in listed if job.status == "waiting" and job.name in ended]:
-        names = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
+    lost = [job.name for job in listed if job.status == "waiting" and job.name in ended]
+    if lost:
+        names = ", ".join(lost[:3])
+        if len(lost) > 3:
+            names += ", …"
         console.print(
             f"{counted(len(lost), 'finished job')} among them, whose LoRA or run is missing or damaged: {names}"
         )
@@ -125,11 +127,10 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         stopped = INTERRUPTED
     except SystemExit as leaving:
         stopped = leaving.code if isinstance(leaving.code, int) else INTERRUPTED
-    found = list[QueuedJob]()
     if stopped is not None:
+        state = "the queue cannot be read now"
         with unless_refused():
-            found = store.read_jobs()
-        state = counts(found) or "the queue cannot be read now"
+            state = counts(store.read_jobs())
         if chosen.CONTINUES:
             console.print(f"left: {state}. {order.executor} continues them; --resume watches them again.")
             console.print(f"To look: lora-trainer batch status {order.output}")
@@ -137,12 +138,12 @@ def run_folders(order: BatchOrder, folders: Mapping[str, Path], console: Console
         else:
             console.print(f"stopped, everything is saved: {state}. To continue, add --resume.")
         return stopped
-    found = store.read_jobs()
-    console.print(f"{counts(found)}; details: {order.output / SUMMARY}")
-    if (failures := job_failures(found)).failed:
-        for line in failure_lines(failures):
-            console.print(line)
-    return largest_code(found)
+    jobs_now = store.read_jobs()
+    failures = job_failures(jobs_now)
+    console.print(f"{counts(jobs_now)}; details: {order.output / SUMMARY}")
+    if failures.failed:
+        console.print("\n".join(failure_lines(failures)))
+    return largest_code(jobs_now)
 
 
 def run_worker(output: Path, console: Console, name: str | None = None) -> int:
@@ -188,43 +189,41 @@ def check_order(order: BatchOrder, *, weights: bool = True) -> dict[str, Path]:
 
     Without `weights` nothing but configs is fetched of a hub's model.
     """
-    problems: list[Problem] = []
-    folders: dict[str, Path] = {}
-    config = order.resolved.config
-    jobs = order.options.jobs
-    if jobs < 0:
-        problems.append(
-            Problem(
-                "jobs_out_of_range", f"--jobs is {jobs}, must be at least 0.", "0 only fills the queue for workers."
-            )
-        )
-    if order.together > 1 and jobs > 0 and order.executor != "local":
-        problems.append(
-            Problem(
-                "together_not_supported",
-                f"--together is not for --executor {order.executor}.",
-                "It runs each job by itself.",
-            )
-        )
-    if order.retries < 0:
-        problems.append(
-            Problem(
-                "retries_out_of_range", f"--retries is {order.retries}, must be at least 0.", "0 repeats no failure."
-            )
-        )
-    if order.together < 1:
-        problems.append(
-            Problem(
-                "together_out_of_range",
-                f"--together is {order.together}, must be at least 1.",
-                "1 trains one LoRA at a time.",
-            )
-        )
-    if not config.checkpoint.save_state:
-        message = "checkpoint.save_state is false, and a batch continues interrupted jobs from their checkpoints."
-        problems.append(
-            Problem("state_not_saved", message, "Remove the setting; checkpoint.keep_last=1 takes the least space.")
-        )
+    folders, config, jobs = dict[str, Path](), order.resolved.config, order.options.jobs
+    message = "checkpoint.save_state is false, and a batch continues interrupted jobs from their checkpoints."
+    faults = (
+        (
+            jobs < 0,
+            "jobs_out_of_range",
+            f"--jobs is {jobs}, must be at least 0.",
+            "0 only fills the queue for workers.",
+        ),
+        (
+            order.together > 1 and jobs > 0 and order.executor != "local",
+            "together_not_supported",
+            f"--together is not for --executor {order.executor}.",
+            "It runs each job by itself.",
+        ),
+        (
+            order.retries < 0,
+            "retries_out_of_range",
+            f"--retries is {order.retries}, must be at least 0.",
+            "0 repeats no failure.",
+        ),
+        (
+            order.together < 1,
+            "together_out_of_range",
+            f"--together is {order.together}, must be at least 1.",
+            "1 trains one LoRA at a time.",
+        ),
+        (
+            not config.checkpoint.save_state,
+            "state_not_saved",
+            message,
+            "Remove the setting; checkpoint.keep_last=1 takes the least space.",
+        ),
+    )
+    problems = [Problem(code, what, fix) for is_wrong, code, what, fix in faults if is_wrong]
     for check in (
         lambda: executor(order.executor).check(order.options),
         lambda: folders.update(read_root(order.root) if order.root else read_configs(order.configs)),
@@ -267,7 +266,8 @@ def refuse_used_output(order: BatchOrder) -> None:
             )
         )
     # One that is not there any more was moved.
-    if root is not None and Path(root).exists() and (order.root is None or Path(root) != order.root.resolve()):
+    is_there = root is not None and Path(root).exists()
+    if is_there and (order.root is None or Path(root) != order.root.resolve()):
         raise UsageError(
             Problem("batch_of_other_folder", f"{order.output} holds a batch of {root}.", "Choose another --output.")
         )
@@ -285,14 +285,20 @@ def enlist(order: BatchOrder, jobs: list[NewJob]) -> JobStore:
         RETRIES: order.retries,
         WAIT_MINUTES: order.resolved.config.checkpoint.wait_minutes,
     }
-    store.enlist(with_hashes(jobs) if order.is_shared else [replace(job, document={}) for job in jobs], notes)
+    if order.is_shared:
+        store.enlist(with_hashes(jobs), notes)
+    else:  # this machine reads a job's settings when it begins
+        store.enlist([replace(job, document={}) for job in jobs], notes)
     store.give_back_lost()
-    # Who fills the queue again and again, such as a CronJob, must not repeat the same failure each time.
-    again = ("failed", "stopped", "refused") if order.options.jobs else ("stopped",)
-    names = {job.name for job in jobs}
-    known = [job for job in store.read_jobs() if job.name in names]
-    pauses = order.options.jobs == 0  # which they keep
-    store.put_back(job.name for job in known if is_open(job, store, again) or (job.retry_in is not None and not pauses))
+    # Who fills the queue again and again, such as a CronJob, must not repeat the same failure each time, nor end its pause.
+    only_fills = order.options.jobs == 0
+    again = ("stopped",) if only_fills else ("failed", "stopped", "refused")
+    names, to_run = {job.name for job in jobs}, list[str]()
+    for job in store.read_jobs():
+        is_paused = job.retry_in is not None and not only_fills
+        if job.name in names and (is_paused or is_open(job, store, again)):
+            to_run.append(job.name)
+    store.put_back(to_run)
     return store
 
 
@@ -317,8 +323,9 @@ def describe_workers(workers: int, left: int, console: Console) -> None:
             f"warning: {workers} jobs at once on {counted(gpus, 'GPU')}: "
             "those that share a GPU share its memory and its speed"
         )
+    elif workers > 1 and gpus:
+        console.print(f"{workers} jobs at once, each on a GPU of its own")
     elif workers > 1:
-        share = "on a GPU of its own" if gpus else "with a copy of the base and its share of the CPU"
-        console.print(f"{workers} jobs at once, each {share}")
+        console.print(f"{workers} jobs at once, each with a copy of the base and its share of the CPU")
     if left > workers and (line := describe_idle_gpus(range(workers), f"Use all with: --jobs {min(gpus, left)}")):
         console.print(line)

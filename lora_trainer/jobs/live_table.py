@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console, OverflowMethod
+from rich.console import Console, JustifyMethod, OverflowMethod
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -31,13 +31,24 @@ STYLES = {
 Show = Callable[[Sequence[QueuedJob]], None]
 AROUND_ROWS = 4  # lines of the screen for the head, the counts and the cursor
 COLUMNS = ("dataset", "status", "step", "loss", "val_loss", "data", "outcome", "time", "what is wrong")
+NUMBERS = ("step", "loss", "val_loss", "data", "time")
 
 
 @contextmanager
 def watching(store: JobStore, console: Console, name: str | None = None) -> Iterator[None]:
     """Show the jobs, or that of this name, while the block runs, from a thread that reads the store."""
-    with live_table() if console.is_terminal else new_lines(store, console) as show, _looking(store, show, name):
-        yield
+    shown = live_table() if console.is_terminal else new_lines(store, console)
+    with shown as show:
+
+        def look() -> None:
+            with unless_refused():  # the batch says it
+                show([job for job in store.read_jobs() if name in (None, job.name)])
+
+        try:
+            with repeating(look, LOOK_EVERY_SECONDS):
+                yield
+        finally:
+            look()
 
 
 @contextmanager
@@ -76,80 +87,77 @@ def new_lines(store: JobStore, console: Console) -> Iterator[Show]:
     yield show
 
 
-@contextmanager
-def _looking(store: JobStore, show: Show, name: str | None) -> Iterator[None]:
-    def look() -> None:
-        with unless_refused():  # the batch says it
-            show([job for job in store.read_jobs() if name in (None, job.name)])
-
-    try:
-        with repeating(look, LOOK_EVERY_SECONDS):
-            yield
-    finally:
-        look()
-
-
 def table(
     shown: Sequence[QueuedJob], jobs: Sequence[QueuedJob], *, one_line: bool = False, with_reasons: bool = True
 ) -> Table:
     """One row for each job shown, and the counts of all. Names may hold rich's markup, so every cell is a Text."""
     titles = COLUMNS if with_reasons else COLUMNS[:-1]
-    hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
-    found = Table(box=None, pad_edge=False, header_style="bold", caption=counts(jobs) + hidden, caption_justify="left")
+    overflow: OverflowMethod = "ellipsis" if one_line else "fold"
+    caption = counts(jobs)
+    if len(shown) < len(jobs):
+        caption += f" ({len(jobs) - len(shown)} not shown)"
+    rows = Table(box=None, pad_edge=False, header_style="bold", caption=caption, caption_justify="left")
     for title in titles:
-        right = title in ("step", "loss", "val_loss", "data", "time")
-        folds = title in ("dataset", "what is wrong") and with_reasons and not one_line
-        overflow: OverflowMethod = "ellipsis" if one_line else "fold"
-        found.add_column(title, justify="right" if right else "left", no_wrap=not folds, overflow=overflow)
+        folds = with_reasons and not one_line and title in ("dataset", "what is wrong")
+        justify: JustifyMethod = "right" if title in NUMBERS else "left"
+        rows.add_column(title, justify=justify, no_wrap=not folds, overflow=overflow)
     for job in shown:
-        style = STYLES.get(job.status, "dim")
-        phase = "stopping" if job.cancelled else job.phase
-        status = f"{job.status}: {phase}" if job.status == "running" and phase else job.status
+        style, seconds = STYLES.get(job.status, "dim"), spent(job)
+        status = str(job.status)
         if job.retry_in is not None:
-            status = f"{job.status}: again in {duration(job.retry_in)}"
-        cells = (
-            job.name,
-            status,
-            f"{job.step}/{job.total}" if job.total else "",
-            _number(job.loss, 4),
-            _number(job.val_loss, 4),
-            _number(job.scores.get("dataset"), 2),
-            job.outcome or "",
-            duration(spent(job)) if spent(job) else "",
-            short(job.reason),
-        )
-        shown_cells = cells[: len(titles)]
-        found.add_row(*(Text(printable(cell), style=style if at < 2 else "") for at, cell in enumerate(shown_cells)))
-    return found
+            status += f": again in {duration(job.retry_in)}"
+        elif job.status == "running" and job.cancelled:
+            status += ": stopping"
+        elif job.status == "running" and job.phase:
+            status += f": {job.phase}"
+        cells = {
+            "dataset": job.name,
+            "status": status,
+            "step": f"{job.step}/{job.total}" if job.total else "",
+            "loss": fixed(job.loss, 4),
+            "val_loss": fixed(job.val_loss, 4),
+            "data": fixed(job.scores.get("dataset"), 2),
+            "outcome": job.outcome or "",
+            "time": duration(seconds) if seconds else "",
+            "what is wrong": short(job.reason),
+        }
+        styles = {"dataset": style, "status": style}
+        rows.add_row(*(Text(printable(cells[title]), style=styles.get(title, "")) for title in titles))
+    return rows
 
 
 def line(job: QueuedJob) -> str:
     """A job's state as one line: its start, each quarter of its steps, what comes after them, its end."""
+    if job.status == "running" and job.phase in (None, "checking", "caching"):
+        return f"{job.name}: started"
+    if job.status == "running" and job.phase == "training" and job.total:
+        quarters = 4 * (job.step or 0) // job.total
+        return f"{job.name}: training, {25 * quarters} % of {job.total} steps"
     if job.status == "running":
-        if job.phase in (None, "checking", "caching"):
-            return f"{job.name}: started"
-        if job.phase != "training" or not job.total:
-            return f"{job.name}: {job.phase}"
-        return f"{job.name}: training, {25 * (4 * (job.step or 0) // job.total)} % of {job.total} steps"
-    parts = [f"{job.name}: {job.status}"]
-    if (score := job.scores.get("dataset")) is not None:
+        return f"{job.name}: {job.phase}"
+    parts, score, seconds = [f"{job.name}: {job.status}"], job.scores.get("dataset"), spent(job)
+    if score is not None:
         parts.append(f"data {score:.2f}")
     if job.outcome:
         parts.append(f"LoRA {job.outcome}")
-    if seconds := spent(job):
+    if seconds:
         parts.append(duration(seconds))
-    return ", ".join(parts) + (f": {short(job.reason)}" if job.reason else "")
+    if job.reason:
+        parts[-1] += f": {short(job.reason)}"
+    return ", ".join(parts)
 
 
 def counts(jobs: Sequence[QueuedJob]) -> str:
     """`4 done, 1 refused, 1 failed`."""
-    found = Counter[str](job.status for job in jobs)
-    return ", ".join(f"{found[status]} {status}" for status in COUNTED if found[status])
+    numbers = Counter[str](job.status for job in jobs)
+    return ", ".join(f"{numbers[status]} {status}" for status in COUNTED if numbers[status])
 
 
 def spent(job: QueuedJob) -> float:
     """Seconds over all attempts, the one under way included."""
-    return job.seconds + (max(0.0, time.time() - job.claimed) if job.claimed else 0.0)
+    if not job.claimed:
+        return job.seconds
+    return job.seconds + max(0.0, time.time() - job.claimed)
 
 
 def short(reason: str | None) -> str:
@@ -160,5 +168,6 @@ def short(reason: str | None) -> str:
     return f"{first} (and {len(others)} more)" if others else first
 
 
-def _number(value: float | None, digits: int) -> str:
+def fixed(value: float | None, digits: int) -> str:
+    """A number with so many digits after the point; empty where there is none."""
     return "" if value is None else f"{value:.{digits}f}"
