@@ -78,8 +78,8 @@ def process_use(live: WrittenProgress | None) -> tuple[float | None, int | None]
     if live is None or not live.is_of_this_machine:
         return None, None
     try:
-        found = psutil.Process(live.pid)
-        return found.cpu_percent(0.2) / 100.0, int(found.memory_info().rss)
+        process = psutil.Process(live.pid)
+        return process.cpu_percent(0.2) / 100.0, int(process.memory_info().rss)
     except psutil.Error:
         return None, None
 
@@ -100,27 +100,16 @@ def remaining_room(report: RunReport, done: int) -> Room | None:
 
 def verify_files(report: RunReport) -> tuple[dict[str, str], tuple[str, ...]]:
     """Read the files of a run that is over: what is damaged or missing and why, and what is as it was written."""
-    damaged: dict[str, str] = {}
-    checked: list[str] = []
+    damage = dict[str, str]()  # by the name of the file; empty if it is as it was written
     for kind, name in report.record.files.items():
-        if name is None:
-            continue
-        path = report.folder / name
-        if kind in LORA_FILES:
-            wrong = damage_of(path)
-        else:
-            wrong = "" if path.is_file() else "is missing"
-        if wrong:
-            damaged[name] = wrong
-        else:
-            checked.append(name)
+        if name is not None and kind in LORA_FILES:
+            damage[name] = damage_of(report.folder / name)
+        elif name is not None:
+            damage[name] = "" if (report.folder / name).is_file() else "is missing"
     for checkpoint in list_checkpoints(report.folder / "checkpoints"):
-        name = f"checkpoints/{checkpoint.name}"
-        if wrong := damage_of_checkpoint(checkpoint):
-            damaged[name] = wrong
-        else:
-            checked.append(name)
-    return damaged, tuple(checked)
+        damage[f"checkpoints/{checkpoint.name}"] = damage_of_checkpoint(checkpoint)
+    damaged = {name: why for name, why in damage.items() if why}
+    return damaged, tuple(name for name in damage if name not in damaged)
 
 
 def damage_of_checkpoint(folder: Path) -> str:

@@ -28,14 +28,17 @@ def cancel_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     store.cancel([job.name for job in before])
     write_summary(store)
     after = {job.name: job for job in store.read_jobs()}
-    if (name := store.read_note(EXECUTOR) or LOCAL) != LOCAL:  # it loads torch, and has no queue of its own
+    name = store.read_note(EXECUTOR) or LOCAL
+    if name != LOCAL:  # it loads torch, and has no queue of its own
         executor(name).cancel(store, [job.name for job in before if after[job.name].status == "cancelled"])
     for job in before:
         status = after[job.name].status
         if status == "running":
             console.print(f"{job.name}: saves and stops within seconds, and is cancelled then")
+        elif job.status == "waiting":
+            console.print(f"{job.name}: {status}")
         else:
-            console.print(f"{job.name}: {status}{'' if job.status == 'waiting' else ' already'}")
+            console.print(f"{job.name}: {status} already")
     return DONE
 
 
@@ -50,26 +53,29 @@ def retry_jobs(output: Path, names: Sequence[str], console: Console) -> int:
     ended_badly = ("failed", "stopped", "refused", "cancelled")
     again = [job for job in jobs if job.retry_in is not None or is_open(job, store, ended_badly)]
     finished = [job for job in jobs if job not in again and job.status in ("refused", "unresolved")]
-    if names and finished:
-        fix = "Rename or delete the folder of its run, and retry it then."
-        raise UsageError(
-            [
-                Problem("job_finished", f"{job.name}: its training finished, and its LoRA was {job.status}.", fix)
-                for job in finished
-            ]
+    problems = [
+        Problem(
+            "job_finished",
+            f"{job.name}: its training finished, and its LoRA was {job.status}.",
+            "Rename or delete the folder of its run, and retry it then.",
         )
-    if stopping := [job for job in jobs if names and job.cancelled]:
+        for job in finished
+    ]
+    if not finished:
         fix = "Retry it when batch status shows that it is cancelled."
-        raise UsageError(
-            [Problem("job_still_runs", f"{job.name} was cancelled and still runs.", fix) for job in stopping]
-        )
+        cancelled = [job.name for job in jobs if job.cancelled]
+        problems = [Problem("job_still_runs", f"{name} was cancelled and still runs.", fix) for name in cancelled]
+    if names and problems:
+        raise UsageError(problems)
     store.put_back([job.name for job in again])
     write_summary(store)
     for job in jobs if names else [*again, *finished]:
         if job in finished:
             console.print(f"{job.name}: its LoRA was {job.status}; delete {store.output / job.name} to train it again")
+        elif job in again:
+            console.print(f"{job.name}: waiting again")
         else:
-            console.print(f"{job.name}: {'waiting again' if job in again else f'{job.status} already'}")
+            console.print(f"{job.name}: {job.status} already")
     waiting = sum(job.status == "waiting" for job in store.read_jobs())
     if waiting:
         console.print(f"{waiting} to run, by workers that run now, or by: lora-trainer batch work {output}")

@@ -79,8 +79,7 @@ def read_root(root: Path) -> dict[str, Path]:
         problems.append(
             Problem("no_dataset_folder", f"{root} holds no folder.", "ROOT holds one folder of images for each LoRA.")
         )
-    found: dict[str, Path] = {}
-    by_spelling: dict[str, Path] = {}
+    runs, by_spelling = dict[str, Path](), dict[str, Path]()
     for folder in folders:
         name = _run_name(folder)
         other = by_spelling.setdefault(name.casefold(), folder)  # many disks do not tell Cat from cat
@@ -89,10 +88,10 @@ def read_root(root: Path) -> dict[str, Path]:
             problems.append(
                 Problem("run_name_twice", message, f"Rename one, or name its run in its {SETTINGS_FILE}: [run] name")
             )
-        found[name] = folder.absolute()
+        runs[name] = folder.absolute()
     if problems:
         raise UsageError(problems)
-    return found
+    return runs
 
 
 def read_configs(paths: Sequence[Path]) -> dict[str, Path]:
@@ -100,21 +99,21 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Path]:
 
     Raises UsageError, all problems at once, for what is no file, and for two runs of one name.
     """
-    problems, found, by_spelling = [], dict[str, Path](), dict[str, Path]()
+    problems, configs, by_spelling = [], dict[str, Path](), dict[str, Path]()
     for path in paths:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             problems.append(
                 Problem("configs_unusable", f"--configs: {path} {what}.", "Name TOML files, each as for --config.")
             )
-        if (other := by_spelling.setdefault(path.stem.casefold(), path)) is not path:
-            problems.append(
-                Problem("run_name_twice", f"{other} and {path} would both become the run {path.stem}.", "Rename one.")
-            )
-        found[path.stem] = path.absolute()
+        other = by_spelling.setdefault(path.stem.casefold(), path)
+        if other is not path:
+            message = f"{other} and {path} would both become the run {path.stem}."
+            problems.append(Problem("run_name_twice", message, "Rename one."))
+        configs[path.stem] = path.absolute()
     if problems:
         raise UsageError(problems)
-    return found
+    return configs
 
 
 def _run_name(folder: Path) -> str:
@@ -123,7 +122,8 @@ def _run_name(folder: Path) -> str:
         name = folder_values(folder).get("run", {}).get("name")
     except (UsageError, AttributeError):  # said when the job's turn comes
         return folder.name
-    return name if isinstance(name, str) and name == Path(name).name and name not in ("", EMPTY) else folder.name
+    is_name = isinstance(name, str) and name == Path(name).name and name not in ("", EMPTY)
+    return str(name) if is_name else folder.name
 
 
 def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
@@ -133,31 +133,22 @@ def job_settings(shared: Shared, name: str, folder: Path) -> Resolved:
 
     Raises UsageError with everything that is wrong in the file.
     """
-    problems: list[Problem] = []
-    user = list(shared.user)
+    problems, user = list[Problem](), list(shared.user)
     if folder.suffix == CONFIG_ENDING and not folder.is_dir():
-        try:
-            values = dict(file_layer(f"--config {folder}", folder).values)
-        except UsageError as error:
-            raise UsageError([*problems, *error.problems]) from error
+        values = dict(file_layer(f"--config {folder}", folder).values)
         if isinstance(values.get("run"), dict):
             values["run"] = {key: value for key, value in values["run"].items() if key not in ("name", "output")}
         first_flag = sum(layer.name.startswith("--config ") for layer in user)
         user.insert(first_flag, Layer(f"--config {folder}", values))
         return settle(shared.presets, [*user, Layer("batch", {"run": {"name": name}})])
+    fix = "Remove it: the folder is the data; --output and --offline are the batch's."
     try:
         if values := folder_values(folder):
             user.append(Layer(SETTINGS_FILE, values))
         for section, key in THE_BATCH_DECIDES:
             if isinstance(values.get(section), dict) and key in values[section]:
                 message = f"{section}.{key} (from {SETTINGS_FILE}) cannot be set by a folder of a batch."
-                problems.append(
-                    Problem(
-                        "setting_not_per_folder",
-                        message,
-                        "Remove it: the folder is the data; --output and --offline are the batch's.",
-                    )
-                )
+                problems.append(Problem("setting_not_per_folder", message, fix))
     except UsageError as error:
         problems.extend(error.problems)
     user.append(Layer("batch", {"data": {"sources": [str(folder)]}, "run": {"name": name}}))

@@ -114,8 +114,8 @@ def state_after(state: JobState, entry: Entry) -> JobState:
     document, job = entry.document, state.job
     match document["event"]:
         case "claimed":
-            job = replace(job, status="running", attempts=job.attempts + 1, exit_code=None, reason=None)
-            job = replace(job, claimed=entry.time, cancelled=0)
+            job = replace(job, status="running", attempts=job.attempts + 1, claimed=entry.time)
+            job = replace(job, exit_code=None, reason=None, cancelled=0)
             return replace(state, job=job, holder=document["holder"], ready=None)
         case "cancelled" if job.status == "running":
             return replace(state, job=replace(job, cancelled=1))
@@ -131,8 +131,8 @@ def state_after(state: JobState, entry: Entry) -> JobState:
 
 def after_death(state: JobState, document: Mapping[str, Any], now: float) -> JobState:
     """The state of a job whose process died, which was seen at `now`."""
-    job, deaths = state.job, state.deaths + 1
-    job = replace(job, seconds=job.seconds + max(0.0, document["alive"] - (job.claimed or now)), claimed=None)
+    deaths, seconds = state.deaths + 1, document["alive"] - (state.job.claimed or now)
+    job = replace(state.job, seconds=state.job.seconds + max(0.0, seconds), claimed=None)
     if job.cancelled:
         return replace(state, job=replace(job, status="cancelled", reason=CANCELLED, cancelled=0))
     if deaths >= MOST_DEATHS:
@@ -144,11 +144,11 @@ def after_death(state: JobState, document: Mapping[str, Any], now: float) -> Job
 
 def after_ending(state: JobState, document: Mapping[str, Any], now: float) -> JobState:
     """The state of a job whose attempt ended at `now`."""
-    job, failures = state.job, state.failures + 1
+    failures, seconds = state.failures + 1, now - (state.job.claimed or now)
     ending = Ending(*(document[key] for key in ("exit_code", "reason", "scores", "outcome")))
     is_repeated = ending.exit_code == TRAINING_FAILED and failures <= document["retries"]
     pause = retry_wait(failures) if is_repeated else None
-    job = replace(job, seconds=job.seconds + max(0.0, now - (job.claimed or now)), claimed=None, cancelled=0)
+    job = replace(state.job, seconds=state.job.seconds + max(0.0, seconds), claimed=None, cancelled=0)
     job = replace(job, scores=ending.scores, outcome=ending.outcome)
     if state.job.cancelled and (ending.status == "stopped" or pause is not None):
         return replace(state, job=replace(job, status="cancelled", exit_code=None, reason=CANCELLED))

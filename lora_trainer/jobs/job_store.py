@@ -135,19 +135,15 @@ class EventLog(Generic[State]):
         self.folder, self._fold, self._lock = folder, fold, threading.Lock()
         self._entries = 0
         self.known = begin  # what the entries say that were read so far
-        self._newest: Entry | None = None
+        self.newest: Mapping[str, Any] = {}  # the content of the last of them
 
     def read(self) -> tuple[int, State]:
         """How many entries there are, and what they say. Raises OSError."""
         with self._lock:
             while (entry := self._read(self._entries + 1)) is not None:
-                self.known, self._newest = self._fold(self.known, entry), entry
+                self.known, self.newest = self._fold(self.known, entry), entry.document
                 self._entries += 1
             return self._entries, self.known
-
-    def ends_with(self, document: Mapping[str, Any]) -> bool:
-        """Whether the newest entry that was read is this one, whose making met an error: it is there nevertheless."""
-        return self._newest is not None and self._newest.document.get("id") == document["id"]
 
     def append(self, document: Mapping[str, Any], after: int) -> Entry | None:
         """Make the entry after the first `after` ones; None where another process was first. Raises OSError.
@@ -242,11 +238,14 @@ class JobStore:
         """
         states = {state.job.name: state.job for state in self._states()}
         running = {name for name, job in states.items() if job.status == "running"}
-        if wrong := [job.name for job in jobs if job.name in running and self._is_new(job, "data_hash")]:
-            fix = "Wait for it, or stop it with: lora-trainer batch cancel"
-            raise UsageError(
-                [Problem("job_still_runs", f"{name} runs now, with other settings.", fix) for name in wrong]
-            )
+        fix = "Wait for it, or stop it with: lora-trainer batch cancel"
+        problems = [
+            Problem("job_still_runs", f"{job.name} runs now, with other settings.", fix)
+            for job in jobs
+            if job.name in running and self._is_new(job, "data_hash")
+        ]
+        if problems:
+            raise UsageError(problems)
         for job in jobs:
             if job.name in running or not self._is_new(job):
                 continue  # images that are added while it runs are for a later submission
@@ -268,8 +267,10 @@ class JobStore:
         """Let a job begin before or after others."""
 
         def change(batch: Mapping[str, Any]) -> dict[str, Any]:
-            new = {"priority": priority}
-            return {"jobs": [each | new if each["name"] == name else each for each in batch["jobs"]]}
+            by_name = {job["name"]: job for job in batch["jobs"]}
+            if name in by_name:
+                by_name[name] = {**by_name[name], "priority": priority}
+            return {"jobs": list(by_name.values())}
 
         self._change_batch(change)
 
@@ -411,8 +412,8 @@ class JobStore:
         def append() -> JobState | None:
             while True:
                 entries, state = self._log(job).read()
-                if self._log(job).ends_with(document):
-                    return state
+                if self._log(job).newest.get("id") == document["id"]:
+                    return state  # it is there, although its making met an error
                 if not may(state):
                     return None
                 if (entry := self._log(job).append(document, entries)) is not None:

@@ -18,7 +18,7 @@ OF_THE_BASE = ("model", "memory", "hardware", "compile")  # sections of the sett
 
 def settings_against(config: Config) -> str:
     """The settings for which a job trains on a base of its own, as `name=value`; empty where there are none."""
-    found = {
+    settings = {
         "text_encoder.learning_rates": config.trains_text,
         "model.training_adapter": config.model.training_adapter is not None,
         "lora.dropout": config.lora.has_dropout,
@@ -30,7 +30,7 @@ def settings_against(config: Config) -> str:
         "compile.enabled": config.compile.enabled is True,
         "profile.enabled": config.profile.enabled,
     }
-    return ", ".join(name for name, is_set in found.items() if is_set)
+    return ", ".join(name for name, is_set in settings.items() if is_set)
 
 
 def base_of(config: Config) -> tuple[object, ...] | None:
@@ -40,21 +40,20 @@ def base_of(config: Config) -> tuple[object, ...] | None:
 
 def claim_others(store: JobStore, first: QueuedJob, most: int) -> Iterator[QueuedJob]:
     """Claim waiting jobs that can train on the base of `first`, at most `most`, in the order of the store."""
-    config = config_of(store, first) if most > 0 else None
-    if config is None or (base := base_of(config)) is None:
+    base = base_of_job(store, first) if most > 0 else None
+    if base is None:
         return
     for job in store.read_jobs():
-        own = config_of(store, job) if most > 0 and job.status == "waiting" else None
-        if own is None or base_of(own) != base:
-            continue
-        if (claimed := store.claim(job.name)) is not None:
-            most -= 1
-            yield claimed
+        if most > 0 and job.status == "waiting" and base_of_job(store, job) == base:
+            claimed = store.claim(job.name)
+            if claimed is not None:
+                most -= 1
+                yield claimed
 
 
-def config_of(store: JobStore, job: QueuedJob) -> Config | None:
-    """A job's settings; None where they are wrong, which is reported when the job runs."""
+def base_of_job(store: JobStore, job: QueuedJob) -> tuple[object, ...] | None:
+    """The same of a listed job; None also where its settings are wrong, which is reported when it runs."""
     try:
-        return settings_of(store, job).config
+        return base_of(settings_of(store, job).config)
     except UsageError:
         return None

@@ -85,10 +85,12 @@ def work(
 def claim_next(store: JobStore, name: str | None) -> QueuedJob | None:
     """Claim a job, or that of this name; where all that wait failed before, when the first may be repeated."""
     while (job := store.claim(name)) is None:
-        pauses = [each.retry_in for each in store.read_jobs() if name in (None, each.name)]
-        if (pause := min((each for each in pauses if each is not None), default=None)) is None:
+        pauses = [
+            each.retry_in for each in store.read_jobs() if name in (None, each.name) and each.retry_in is not None
+        ]
+        if not pauses:
             return None
-        time.sleep(min(pause, LOOK_SECONDS))
+        time.sleep(min(*pauses, LOOK_SECONDS))
     return job
 
 
@@ -150,15 +152,15 @@ def keeping(store: JobStore, job: QueuedJob, stop: Callable[[], None]) -> Iterat
 
     def look() -> None:
         nonlocal tried, seen
-        if not kept.is_over and store.read_claim(job) != "held" and not signalled():
+        is_lost, now = store.read_claim(job) != "held" and not signalled(), time.monotonic()
+        if now - tried >= BEAT_SECONDS:
+            tried = now
+            if store.sign_of_life(job):
+                seen = now
+            is_lost = is_lost or now - seen > SILENT_SECONDS  # others may take it
+        if is_lost and not kept.is_over:
             kept.is_over = True
             stop()
-        if (now := time.monotonic()) - tried >= BEAT_SECONDS:
-            tried = now
-            seen = now if store.sign_of_life(job) else seen
-            if now - seen > SILENT_SECONDS and not kept.is_over:  # others may take it
-                kept.is_over = True
-                stop()
 
     with repeating(look, LOOK_SECONDS):
         yield kept
