@@ -63,13 +63,16 @@ def describe_run(resolved: Resolved, facts: MachineFacts) -> Described:
 def written_places(described: Described) -> list[tuple[str, Path, int | None]]:
     """The folders of caches and runs, with the bytes that this run will write there where they are known."""
     config, plan = described.config, described.plan
-    cache, output = (config.cache.dir, config.run.output) if config else (None, "runs")
-    places = Path(cache).expanduser() if cache else user_cache_folder(), Path(output).expanduser()
+    cache, output = user_cache_folder(), Path("runs")
+    if config is not None:
+        output = Path(config.run.output).expanduser()
+    if config is not None and config.cache.dir:
+        cache = Path(config.cache.dir).expanduser()
     if config is None or plan is None:
-        return [("cache", places[0], None), ("output", places[1], None)]
-    beside = run_bytes(config, plan.demand.shapes, plan.steps)
-    cached = max(0, int(plan.disk_gib * GIB) - beside)
-    return [("cache", places[0], cached), ("output", places[1], beside)]
+        return [("cache", cache, None), ("output", output, None)]
+    of_run = run_bytes(config, plan.demand.shapes, plan.steps)
+    of_caches = max(0, int(plan.disk_gib * GIB) - of_run)
+    return [("cache", cache, of_caches), ("output", output, of_run)]
 
 
 def needs(described: Described, facts: MachineFacts) -> Lines:

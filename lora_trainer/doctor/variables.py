@@ -74,7 +74,8 @@ def hides_all(name: str) -> Judge:
     """A warning where a list of GPUs names none."""
 
     def judge(value: str, facts: MachineFacts) -> Complaint | None:
-        if (value.strip() and not value.strip().startswith("-")) or cpu_requested(facts.environment):
+        names_some = bool(value.strip()) and not value.strip().startswith("-")
+        if names_some or cpu_requested(facts.environment):
             return None
         return "warning", "it hides every GPU", f"unset {name}, or ACCELERATE_USE_CPU=true where the CPU is wanted"
 

@@ -45,11 +45,11 @@ def make_job(shared: Shared, name: str, data: Path) -> NewJob:
 
 def with_hashes(jobs: list[NewJob]) -> list[NewJob]:
     """The jobs with what identifies their data and their caches. Loads torch."""
-    known: dict[str, Mapping[str, str]] = {}
-    return [
-        job if "problems" in job.document else replace(job, document={**job.document, **hashes_of(job.document, known)})
-        for job in jobs
-    ]
+    identified, known = [], dict[str, Mapping[str, str]]()
+    for job in jobs:
+        hashes = {} if "problems" in job.document else hashes_of(job.document, known)
+        identified.append(replace(job, document={**job.document, **hashes}))
+    return identified
 
 
 def hashes_of(document: Mapping[str, Any], known: dict[str, Mapping[str, str]]) -> dict[str, Any]:

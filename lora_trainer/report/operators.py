@@ -115,11 +115,13 @@ def summarize(trace: Path) -> dict[str, Any]:
         if event.category == CPU:
             row = rows.setdefault(event.name, OperatorTime(_kind(event.name)))
             own = times.get(event.number, 0.0) if on_device else event.own
-            row.calls += event.parent is None or event.parent.name != event.name  # some call themselves once
+            if event.parent is None or event.parent.name != event.name:  # some call themselves once
+                row.calls += 1
             row.own, row.operations = row.own + own, row.operations + event.operations
             shapes = [shape for shape in event.inputs.get("Input Dims", ()) if _is_shape(shape)]
             row.shapes[", ".join("x".join(map(str, shape)) for shape in shapes)] += own
-            row.bytes += _bytes(event) if row.kind == "memory" and event.is_leaf else 0.0
+            if row.kind == "memory" and event.is_leaf:
+                row.bytes += _bytes(event)
     kinds = defaultdict[str, float](float)
     for row in rows.values():
         kinds[row.kind] += row.own * per_step
@@ -132,13 +134,15 @@ def summarize(trace: Path) -> dict[str, Any]:
         kinds["memory"] = max(0.0, sum(event.length for event in kernels) * per_step - kinds["compute"])
     ranges = [event for event in on_cpu if event.category == RANGE]
     waiting = sum(event.own for event in ranges if event.name == "data")
+    outside = (sum(event.own for event in ranges) - waiting) * per_step
+    if not on_device:  # on a CPU the operators' own overhead is part of the step
+        outside += kinds["overhead"]
     return {
         "recorded": len(recorded),
         "seconds": sum(event.length for event in recorded) * per_step,
         "compute_seconds": kinds["compute"],
         "memory_seconds": kinds["memory"],
-        "outside_seconds": (sum(event.own for event in ranges) - waiting) * per_step
-        + (0.0 if on_device else kinds["overhead"]),
+        "outside_seconds": outside,
         "waiting_seconds": waiting * per_step,
         "kernel_seconds": covered * per_step if on_device else None,
         "copy_seconds": sum(event.length for event in launched if event.category in COPIES) * per_step,
@@ -220,9 +224,11 @@ def _largest(rows: Mapping[str, OperatorTime], steps: int) -> list[dict[str, Any
 
 
 def _kind(name: str) -> str:
-    if name in DESCRIBING or not name.startswith("aten::"):
-        return "compute" if COMPUTING.search(name) and "Backward" not in name else "overhead"
-    return "compute" if COMPUTING.search(name) else "memory"
+    """`compute`, `memory`, or `overhead` for what only describes data or calls others."""
+    is_computing, moves_data = COMPUTING.search(name), name.startswith("aten::") and name not in DESCRIBING
+    if is_computing and (moves_data or "Backward" not in name):
+        return "compute"
+    return "memory" if moves_data else "overhead"
 
 
 def operations_of(name: str, shapes: Sequence[tuple[int, ...]], values: Sequence[Any]) -> float:
@@ -244,7 +250,8 @@ def operations_of(name: str, shapes: Sequence[tuple[int, ...]], values: Sequence
         gradient, inputs, weight = shapes[:3]
         spots = inputs[2:] if values[7] else gradient[2:]
         of_input, of_weight, _ = values[10]
-        return 2.0 * math.prod(weight) * gradient[0] * math.prod(spots) * (bool(of_input) + bool(of_weight))
+        passes = len([wanted for wanted in (of_input, of_weight) if wanted])
+        return 2.0 * math.prod(weight) * gradient[0] * math.prod(spots) * passes
     if FUSED_ATTENTION.match(name):
         backward = name.endswith("_backward")
         query, key, value = shapes[1:4] if backward else shapes[:3]

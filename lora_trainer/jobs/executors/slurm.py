@@ -104,11 +104,10 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
     if new:
         tasks |= submit_array(store, sorted(new, key=lambda job: -job.priority), options)
         store.write_note(TASKS, tasks)
-    there = len(tasks.keys() & jobs.keys()) - len(new)
-    plain_console().print(
-        f"SLURM: {len(new)} submitted{f', {there} submitted before' if there else ''}, at most {options.jobs} at once; "
-        f"logs: {store.output / FOLDER}"
-    )
+    submitted, before = f"SLURM: {len(new)} submitted", len(tasks.keys() & jobs.keys()) - len(new)
+    if before:
+        submitted += f", {before} submitted before"
+    plain_console().print(f"{submitted}, at most {options.jobs} at once; logs: {store.output / FOLDER}")
     lost = 0
     while True:
         time.sleep(LOOK_EVERY_SECONDS)
@@ -123,11 +122,13 @@ def submit(store: JobStore, options: ExecutorOptions) -> int | None:
             return None
         gone = [job for job in left if job.status == "waiting" and tasks.get(job.name) not in queued]
         none_began = all(job.status != "running" and job.attempts == jobs[job.name].attempts for job in left)
-        lost = lost + 1 if gone and (none_began or len(gone) == len(left)) else 0
+        is_lost = bool(gone) and (none_began or len(gone) == len(left))
+        lost = lost + 1 if is_lost else 0
+        if lost == LOST_LOOKS and none_began:
+            cancel(store, [job.name for job in left])
+            raise UsageError(describe_lost(store.output / FOLDER, gone, tasks))
         if lost == LOST_LOOKS:
-            if none_began:
-                cancel(store, [job.name for job in left])
-            raise (UsageError if none_began else TrainingFailed)(describe_lost(store.output / FOLDER, gone, tasks))
+            raise TrainingFailed(describe_lost(store.output / FOLDER, gone, tasks))
 
 
 def submit_array(store: JobStore, jobs: Sequence[QueuedJob], options: ExecutorOptions) -> dict[str, str]:
