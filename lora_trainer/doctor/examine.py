@@ -75,7 +75,7 @@ def read_facts() -> MachineFacts:
     return replace(facts, sample=samplers[0]() if samplers else None)
 
 
-def measured(
+def measure_machine(
     facts: MachineFacts, described: Described, places: Places, *, online: bool, on_gpu: bool = True
 ) -> MachineFacts:
     """The same facts with what is measured here: answers, attention, the disks of `places`, the hub.
@@ -109,9 +109,8 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
     Raises UsageError for a folder that holds no run.
     """
     if folder is None or facts.torch.failure:
-        return Diagnosis(
-            (("before", before(measured(facts, described, written_places(described), online=online), described)),)
-        )
+        facts = measure_machine(facts, described, written_places(described), online=online)
+        return Diagnosis((("before", before(facts, described)),))
     from lora_trainer.doctor.after import after_lines
     from lora_trainer.doctor.during import during_lines
     from lora_trainer.doctor.run_facts import read_run_facts
@@ -121,14 +120,14 @@ def diagnose(facts: MachineFacts, described: Described, folder: Path | None, *, 
     if described.resolved is None and (config := run.report.record.read_config()) is not None:
         cache = Path(config.cache.dir).expanduser() if config.cache.dir else user_cache_folder()
         places = [("cache", cache, None), ("output", folder, None)]
-    facts = measured(facts, described, places, online=online, on_gpu=run.live is None)
+    facts = measure_machine(facts, described, places, online=online, on_gpu=run.live is None)
     if run.live is None:
         return Diagnosis((("after", tuple(after_lines(run))), ("before", before(facts, described))))
-    facts = beside(run, facts)
+    facts = leave_out_run(run, facts)
     return Diagnosis((("during", tuple(during_lines(run, run.live, facts))), ("before", before(facts, described))))
 
 
-def beside(run: RunFacts, facts: MachineFacts) -> MachineFacts:
+def leave_out_run(run: RunFacts, facts: MachineFacts) -> MachineFacts:
     """The machine without what the run itself uses, which is no fault: its CPUs, and the GPU's memory."""
     used = facts.system.cpus_busy if run.process_cpus is None else run.process_cpus
     system = replace(facts.system, cpus_busy=max(0.0, facts.system.cpus_busy - used))

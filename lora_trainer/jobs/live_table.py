@@ -114,9 +114,9 @@ def table(
             "dataset": job.name,
             "status": status,
             "step": f"{job.step}/{job.total}" if job.total else "",
-            "loss": fixed(job.loss, 4),
-            "val_loss": fixed(job.val_loss, 4),
-            "data": fixed(job.scores.get("dataset"), 2),
+            "loss": format_number(job.loss, 4),
+            "val_loss": format_number(job.val_loss, 4),
+            "data": format_number(job.scores.get("dataset"), 2),
             "outcome": job.outcome or "",
             "time": duration(seconds) if seconds else "",
             "what is wrong": short(job.reason),
@@ -168,6 +168,6 @@ def short(reason: str | None) -> str:
     return f"{first} (and {len(others)} more)" if others else first
 
 
-def fixed(value: float | None, digits: int) -> str:
+def format_number(value: float | None, digits: int) -> str:
     """A number with so many digits after the point; empty where there is none."""
     return "" if value is None else f"{value:.{digits}f}"

@@ -160,8 +160,8 @@ def read_run(folder: Path, record: Record | None = None) -> RunReport:
         record=record,
         dataset=Score(record.scores["dataset"], number(gates.get("dataset")), of_dataset),
         lora=Score(record.scores["lora"], gate, (), text(lora.get("outcome"))),
-        data_findings=grouped(record.dataset.get("findings")),
-        lora_findings=grouped(lora.get("findings")),
+        data_findings=group_findings(record.dataset.get("findings")),
+        lora_findings=group_findings(lora.get("findings")),
         series={name: column(rows, name) for name in SERIES},
         system=tuple(read_lines(folder / SYSTEM)),
         validation=column(validation, "loss"),
@@ -209,7 +209,7 @@ def column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
     return tuple(sorted(values.items()))
 
 
-def grouped(findings: Any) -> tuple[ImageGroup, ...]:
+def group_findings(findings: Any) -> tuple[ImageGroup, ...]:
     """Findings of one kind together, worst first; files are named without their folders."""
     groups: dict[tuple[str, str], ImageGroup] = {}
     about = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
@@ -255,28 +255,28 @@ def settings_of(record: Record) -> tuple[SettingRow, ...]:
     for section, values in record.config.items():
         fields = sections[section].model_fields if section in sections else {}
         for key, value in mapping(values).items():
-            name, shown, about, default = f"{section}.{key}", written(value), "", None
+            name, shown, about, default = f"{section}.{key}", format_setting(value), "", None
             if key in fields:
                 about = fields[key].description or ""
-                default = written(fields[key].get_default(call_default_factory=True))
+                default = format_setting(fields[key].get_default(call_default_factory=True))
             origin = record.origins.get(name, "unknown")
             is_chosen = origin != "default" and shown != default
             # The run may have used another value than its config has: as set, and as used.
             pinned = record.pinned.get(name, ())
             if len(pinned) == 2 and pinned[1] != value:
-                shown = f"{written(pinned[1])} (set: {shown})"
+                shown = f"{format_setting(pinned[1])} (set: {shown})"
             rows.append(SettingRow(name, shown, origin, about, is_chosen))
     return tuple(rows)
 
 
-def written(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """A setting's value as people write it."""
     if value is None or value == []:
         return "not set"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ", ".join(map(written, value))
+        return ", ".join(map(format_setting, value))
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
