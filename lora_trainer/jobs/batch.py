@@ -70,7 +70,7 @@ class BatchOrder:
 
     @property
     def output(self) -> Path:
-        return Path(self.resolved.config.run.output)
+        return Path(self.resolved.config.run.output).expanduser()
 
 
 def run_batch(order: BatchOrder, console: Console) -> int:
