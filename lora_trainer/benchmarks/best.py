@@ -35,11 +35,11 @@ def rows_and_best(
     """
     assert asked.best is not None
     tried = asked.versus or usual_settings(asked.resolved.config)
-    rows, notes = rows_versus(replace(asked, versus=tried), named, steps, folder / "each")
+    rows, notes = rows_versus(replace(asked, compare=tried), named, steps, folder / "each")
     good = best_of_each(measured(rows), tried)
     if len(good) > 1:
         together: dict[str, Any] = {name: value for row in good for name, value in tried[row.name].items()}
-        more, said = rows_versus(replace(asked, versus={BEST: together}), named, steps, folder / "together")
+        more, said = rows_versus(replace(asked, compare={BEST: together}), named, steps, folder / "together")
         rows, notes = [*rows, *more[1:]], [*notes, *said]
         if not any(row.name == BEST and kept(row) and row.ratio <= good[0].ratio for row in measured(more)):
             good = good[:1]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.benchmarks.baseline import held_against
+from lora_trainer.benchmarks.baseline import compare_with_baseline
 from lora_trainer.benchmarks.trials.specs import SPECS, TableRow, beside, row_of_document
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import counted
@@ -218,7 +218,7 @@ def regressed(root: Path, lines: Sequence[Line]) -> list[str]:
     if stored is None or not done or stored["device"] != done[-1]["device"]:
         return []
     try:
-        _, problems = held_against(stored, baseline_of(done))
+        _, problems = compare_with_baseline(stored, baseline_of(done))
     except UsageError:  # none of its rows was measured
         return []
     return [f"worse: {problem.message}" for problem in problems]
