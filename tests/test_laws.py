@@ -44,8 +44,7 @@ WITH_MORE_ARGUMENTS = frozenset(
 )
 # Module names that mean several things: may only become fewer.
 SHARED_MODULE_NAMES = frozenset(
-    "attention batch bench best cache convert errors folder imports inputs kohya layers measures memory metrics plan "
-    "presets reading sample split steps store texts unet worker".split()
+    "batch cache convert errors folder imports inputs kohya layers measures metrics plan presets reading sample store texts unet worker".split()
 )
 
 BANNED = re.compile(

@@ -5,9 +5,10 @@ A measurement is a module of this package with `measure(request) -> Report`. It 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from lora_trainer.config.layers import DEFAULT, Layer, Resolved, flattened, resolve
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.core.intervals import FEWEST_VALUES, mean_interval
 
 STEPS = 30
 FIRST = 20  # steps whose losses are compared
@@ -42,14 +44,6 @@ class RequestedMeasure:
     minutes: float | None = None  # of all rows
     rows: Path | None = None  # where rows are saved and found again
     only: str | None = None  # rows with this text in their names
-
-    @property
-    def versus(self) -> Mapping[str, Mapping[str, Any]]:
-        return self.compare
-
-    @property
-    def best(self) -> Path | None:
-        return self.export_preset
 
     def filter(self, names: Iterable[str]) -> list[str]:
         """The names with the text of `--filter` in them. Raises UsageError where there is none."""
@@ -152,12 +146,23 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
     return found[0], found[-1]
 
 
-def too_noisy(rows: Sequence[Any]) -> list[str]:
+def too_noisy(rows: Sequence[Row]) -> list[str]:
     """A note with the rows that do not differ measurably from the first, or none."""
     doubtful = [row.name for row in rows[1:] if (row.ratio_p10 or 2.0) < 1 < (row.ratio_p90 or 0.0)]
     if not doubtful:
         return []
     return [f"{', '.join(doubtful)}: now quicker, now slower than {rows[0].name}: {NOISY}"]
+
+
+def interval_figures(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """The mean of the values and its 95 % interval by Student's t, as figures; None where there are too few."""
+    mean = low = high = None
+    if math.inf in values:
+        mean = low = high = math.inf
+    elif len(values) >= FEWEST_VALUES:
+        mean, reach = mean_interval(values)
+        low, high = mean - reach, mean + reach
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
 def loss_difference(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
@@ -171,14 +176,14 @@ def loss_difference(losses: Sequence[float], base: Sequence[float]) -> tuple[flo
 
 # ---- tables
 
-Column = tuple[str, Callable[[Any], str]]  # title, and the text of a row's cell
+Column = tuple[str, Callable[[Row], str]]  # title, and the text of a row's cell
 
 
-def figure(name: str, form: str = "", scale: float = 1) -> Callable[[Any], str]:
+def figure(name: str, form: str = "", scale: float = 1) -> Callable[[Row], str]:
     """The cell of a figure, empty where it was not measured."""
 
-    def cell(row: Any) -> str:
-        value = row[name] if isinstance(row, Row) else getattr(row, name, None)
+    def cell(row: Row) -> str:
+        value = row[name]
         if value is None:
             return ""
         return format(value if scale == 1 else scale * value, form)
@@ -186,16 +191,29 @@ def figure(name: str, form: str = "", scale: float = 1) -> Callable[[Any], str]:
     return cell
 
 
-def interval(low: str, high: str, form: str) -> Callable[[Any], str]:
+def interval(low: str, high: str, form: str) -> Callable[[Row], str]:
     """The cell of two figures, empty where they were not measured, or are those of a row over itself."""
 
-    def cell(row: Any) -> str:
-        values = [row[each] if isinstance(row, Row) else getattr(row, each, None) for each in (low, high)]
-        if values[0] is None or values[0] == values[1]:
+    def cell(row: Row) -> str:
+        if row[low] is None or row[low] == row[high]:
             return ""
-        return f"{values[0]:{form}} to {values[1]:{form}}"
+        return f"{row[low]:{form}} to {row[high]:{form}}"
 
     return cell
+
+
+def mean_and_interval(name: str, form: str) -> Callable[[Row], str]:
+    """The cell of a mean with its 95 % interval, as `interval_figures` has them; empty where it was not measured."""
+
+    def cell(row: Row) -> str:
+        mean, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
+        return "" if mean is None else f"{mean:{form}} ({low:{form}} to {high:{form}})"
+
+    return cell
+
+
+def yes_or_no(name: str) -> Callable[[Row], str]:
+    return lambda row: {None: "", True: "yes", False: "no"}[row[name]]
 
 
 TIMES: tuple[Column, ...] = (
@@ -218,51 +236,17 @@ class Report:
     what makes the command fail.
     """
 
-    rows: Sequence[Any]
+    rows: Sequence[Row]
     about: Mapping[str, str]
     notes: Sequence[str] = ()
     columns: Sequence[Column] = COLUMNS
     first: str = "step"  # what the rows are named by
     worse: Sequence[Problem] = ()
-    text: str = ""
 
     def to_json(self, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
         """The document of `bench --json`."""
-        rows = [row.to_json() if isinstance(row, Row) else asdict(row) for row in self.rows]
+        rows = [row.to_json() for row in self.rows]
         return {"device": device, "versions": dict(versions), "rows": rows, "notes": list(self.notes)}
-
-
-# ---- rows that are not converted yet
-
-
-@dataclass(frozen=True)
-class TimedRow:
-    name: str
-    model: str
-    seconds_median: float
-    seconds_p10: float
-    seconds_p90: float
-    ratio: float
-
-
-@dataclass(frozen=True)
-class MeasureRow(TimedRow):
-    encodes: bool = False
-    peak_gib: float | None = None
-    per_second: float | None = None
-    ratio_p10: float | None = None
-    ratio_p90: float | None = None
-
-
-def milliseconds(name: str) -> Callable[[Any], str]:
-    return figure(name, ".1f", 1000)
-
-
-def row_of(name: str, model: str, seconds: Sequence[float], base: Sequence[float]) -> MeasureRow:
-    ratios = [own / least for own, least in zip(seconds, base, strict=True)]
-    low, high = tenths(ratios)
-    median = statistics.median(seconds)
-    return MeasureRow(name, model, median, *tenths(seconds), statistics.median(ratios), ratio_p10=low, ratio_p90=high)
 
 
 # ---- measurements
@@ -285,29 +269,29 @@ class Measure:
 MEASURES: Mapping[str, Measure] = {
     "step": Measure(
         "one optimizer step, beside the least that it could be",
-        "bench",
+        "bench_step",
         frozenset({"tiny", "subjects", "compare", "seeds", "export_preset"}),
     ),
     "cache": Measure("reading cached latents", "bench_cache"),
     "loader": Measure("what its data costs a step", "bench_loader", frozenset({"tiny"})),
-    "attention": Measure("every implementation at the model's sizes", "trials.attention", frozenset({"tiny"})),
-    "batch": Measure("how many samples at once pay", "trials.batch", frozenset({"tiny"})),
-    "ablation": Measure("each optimization: claimed, measured", "trials.ablation", frozenset({"tiny", "only"})),
+    "attention": Measure("every implementation at the model's sizes", "bench_attention", frozenset({"tiny"})),
+    "batch": Measure("how many samples at once pay", "bench_batch", frozenset({"tiny"})),
+    "ablation": Measure("each optimization: claimed, measured", "bench_ablation", frozenset({"tiny", "only"})),
     "adapters": Measure(
         "what each kind of adapter costs and learns",
-        "trials.adapters",
+        "bench_adapters",
         frozenset({"tiny", "subjects", "seeds", "rows", "only"}),
     ),
     "challenge": Measure(
-        "time, memory and score of a production run beside their aims", "trials.challenge", frozenset({"only"})
+        "time, memory and score of a production run beside their aims", "bench_challenge", frozenset({"only"})
     ),
-    "resolution": Measure("what larger images cost and bring", "trials.resolution", frozenset({"tiny"})),
-    "scaling": Measure("several processes over one", "trials.scaling", frozenset({"tiny"})),
-    "table": Measure("all rows of a GPU", "trials.table", frozenset({"tiny", "minutes", "rows", "only"})),
-    "memory": Measure("what a step holds, beside what the plan says", "trials.memory", frozenset({"tiny"})),
+    "resolution": Measure("what larger images cost and bring", "bench_resolution", frozenset({"tiny"})),
+    "scaling": Measure("several processes over one", "bench_scaling", frozenset({"tiny"})),
+    "table": Measure("all rows of a GPU", "bench_table", frozenset({"tiny", "minutes", "rows", "only"})),
+    "memory": Measure("what a step holds, beside what the plan says", "bench_memory", frozenset({"tiny"})),
     "together": Measure(
         "several runs on one base model beside each alone",
-        "trials.one_base",
+        "bench_together",
         frozenset({"tiny", "subjects", "rows", "only"}),
     ),
 }

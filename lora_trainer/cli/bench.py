@@ -160,9 +160,7 @@ def print_report(report: Report, device: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    if report.text:
-        print(report.text)
-    shown = () if report.text else report.rows
+    shown = report.rows
     columns = [(title, cell) for title, cell in report.columns if any(map(cell, shown))]
     console = Console(width=None if is_terminal(sys.stdout) else WIDE)
     for model, group in groupby(shown, key=lambda row: row.model):
