@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.benchmarks.bench_model import BenchModel, build_bench_model
-from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, Row, change, figure, time_row
-from lora_trainer.benchmarks.peak_memory import PeakMemory, PredictedParts, predict_parts, time_step
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, Row, change, figure
+from lora_trainer.benchmarks.peak_memory import PredictedParts, measure_step, predict_parts
 from lora_trainer.core.errors import memory_may_run_out
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import CONTEXT_GIB, FRAGMENTATION, GIB, LARGEST_SHARE
@@ -18,7 +18,6 @@ from lora_trainer.run.find_micro import largest_that_fits, repeated
 from lora_trainer.training.step import abort_step
 
 if TYPE_CHECKING:
-    from lora_trainer.config.layers import Resolved
     from lora_trainer.training.micro_batch import MicroBatch
 
 WARM_UP, STEPS = 3, 10
@@ -43,7 +42,6 @@ COLUMNS: tuple[Column, ...] = (
 class BatchTrial:
     """Tries micro-batches of one `sample` repeated; `rows` has those that did not run out of memory, by their size."""
 
-    resolved: Resolved
     model: BenchModel
     sample: MicroBatch
     limit: float | None  # GiB
@@ -51,7 +49,7 @@ class BatchTrial:
     rows: dict[int, Row]
 
     def predict(self, count: int) -> PredictedParts:
-        return predict_parts(self.resolved, self.model, [repeated(self.sample, count)])
+        return predict_parts(self.model, [repeated(self.sample, count)])
 
     def is_planned(self, count: int) -> bool:
         """Whether the plan says that so many fit, at this checkpointing."""
@@ -59,25 +57,21 @@ class BatchTrial:
 
     def fits(self, count: int) -> bool:
         """Time steps of so many samples at once; whether they stay under the limit."""
-        context, row = self.model.context, None
-        predicted, peak = self.predict(count), PeakMemory()
+        row, inputs = None, [[repeated(self.sample, count)]]
         with memory_may_run_out():
-            timings, peak = time_step(context, [[repeated(self.sample, count)]], self.steps, WARM_UP)
-            row = time_row(str(count), self.model.name, timings.seconds)
-        abort_step(context)
-        free_memory(context.device)
+            row = measure_step(str(count), self.model, inputs, self.steps, WARM_UP)
+        abort_step(self.model.context)
+        free_memory(self.model.device)
         if row is None:
             return False
-        median = row["seconds_median"]
-        alone = self.rows[1]["seconds_median"] if self.rows else median
-        row = replace(row, ratio=median / count / alone, peak_gib=peak.gib)
-        figures = {"samples_per_second": count / median, "predicted_gib": predicted.live / GIB}
-        self.rows[count] = row.with_figures(**figures)
-        if self.limit is None or peak.gib is None:
+        alone = self.rows.get(1, row)
+        self.rows[count] = replace(row, ratio=row["seconds_median"] / count / alone["seconds_median"])
+        if self.limit is None or row.peak_gib is None:
             return True
         # Beside what the allocator holds, as the plan has it.
-        changing = predicted.adapter + predicted.optimizer + predicted.passing
-        return peak.gib + CONTEXT_GIB + FRAGMENTATION * changing / GIB <= LARGEST_SHARE * self.limit
+        predicted = self.predict(count)
+        changing_gib = (predicted.live - predicted.weights) / GIB
+        return row.peak_gib + CONTEXT_GIB + FRAGMENTATION * changing_gib <= LARGEST_SHARE * self.limit
 
 
 def measure(request: RequestedMeasure) -> Report:
@@ -88,7 +82,7 @@ def measure(request: RequestedMeasure) -> Report:
         model = build_bench_model(resolved, Path(folder), tiny=request.tiny)
         samples = [micro for number in range(4) for micro in model.micros(number)]
         largest_sample = max(samples, key=lambda micro: micro.latents.numel())
-        trial = BatchTrial(resolved, model, largest_sample, limit, request.steps or STEPS, {})
+        trial = BatchTrial(model, largest_sample, limit, request.steps or STEPS, {})
         most = MOST if model.device.type == "cuda" else MOST_ON_CPU
         largest = largest_that_fits(trial.fits, most)
         planned = largest_that_fits(trial.is_planned, most)

@@ -54,7 +54,7 @@ def measure(request: RequestedMeasure) -> Report:
         model = build_bench_model(request.resolved, Path(folder), tiny=request.tiny)
         inputs = make_inputs(model)
         largest = find_largest(inputs)
-        predicted = predict_parts(request.resolved, model, largest)
+        predicted = predict_parts(model, largest)
         measured, peak = measure_parts(model.context, largest)
         way = trainer_step(model.context, inputs)
         steps = request.steps or STEPS

@@ -69,6 +69,7 @@ class BenchModel:
     """`run` is what the trainer's loop takes. A public architecture has no `session`: neither data nor encoders."""
 
     name: str
+    resolved: Resolved
     run: Run
     choices: Choices
     family: Family
@@ -110,15 +111,16 @@ def build_bench_model(
 
     Raises UserError.
     """
-    architecture = public_name(resolved.config, subject)
-    if architecture is not None:
-        return public_model(resolved, architecture, folder, tiny=tiny, shapes=shapes, member=member)
+    name = public_name(resolved.config, subject)
+    if name is not None:
+        return public_model(resolved, name, folder, tiny=tiny, shapes=shapes, member=member)
     if tiny:
         raise UsageError(TINY_NEEDS_A_FAMILY)
     order = Order(resolved, folder, Console(stderr=True, soft_wrap=True), member=member)
     session, run = prepare(with_generated_images(open_session(order, read_inputs(resolved.config))), {})
     inputs = session.inputs
-    return BenchModel(inputs.facts.name, run, session.choices, inputs.family, own_architecture(inputs), session)
+    architecture = own_architecture(inputs)
+    return BenchModel(inputs.facts.name, resolved, run, session.choices, inputs.family, architecture, session)
 
 
 def public_name(config: Config, subject: str = OWN) -> str | None:
@@ -128,13 +130,12 @@ def public_name(config: Config, subject: str = OWN) -> str | None:
     return config.model.family if config.model.path is None else None
 
 
-def refuse_uncompiled(resolved: Resolved, model: BenchModel) -> BenchModel:
-    """The model. Raises UsageError where its blocks should be compiled and cannot be: a run continues without."""
+def refuse_uncompiled(model: BenchModel) -> None:
+    """Raise UsageError where the blocks should be compiled and cannot be: a run continues without."""
     context = model.context
-    if resolved.config.compile.enabled is True and context.compiled is None:
+    if model.resolved.config.compile.enabled is True and context.compiled is None:
         reason = why_not(context.denoiser, context.device)
         raise UsageError(Problem("not_compiled", f"Not compiled: {reason}.", "Measure it where it can be, or without."))
-    return model
 
 
 def load_encoders(session: Session, feed: Feed) -> Encode:
@@ -235,7 +236,7 @@ def public_model(
         settings={},
         say=lambda line: None,
     )
-    return BenchModel(f"{title}, {side} px, random weights", run, choices, family, architecture)
+    return BenchModel(f"{title}, {side} px, random weights", resolved, run, choices, family, architecture)
 
 
 def loadable_family(family: Family, architecture: Architecture) -> Family:

@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.benchmarks.bench_model import TINY, BenchModel, build_bench_model
-from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, Row, change, figure, time_row
-from lora_trainer.benchmarks.peak_memory import (
-    find_architecture,
-    find_largest,
-    make_inputs,
-    predict_parts,
-    time_step,
-    trainer_step,
-)
+from lora_trainer.benchmarks.measures import TIMES, Column, Report, RequestedMeasure, Row, change, figure
+from lora_trainer.benchmarks.peak_memory import find_architecture, make_inputs, measure_step, trainer_step
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.core.hardware import free_memory
-from lora_trainer.memory_plan.estimate import GIB
 
 if TYPE_CHECKING:
     from lora_trainer.config.layers import Resolved
@@ -86,15 +78,12 @@ def choose_sides(resolved: Resolved, *, tiny: bool) -> list[int]:
 def measure_side(resolved: Resolved, request: RequestedMeasure, side: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         model = build_bench_model(resolved, Path(folder), tiny=request.tiny)
-        inputs = make_inputs(model)
-        predicted = predict_parts(resolved, model, find_largest(inputs))
         before, after = train_and_validate(model)
-        timings, peak = time_step(model.context, inputs, request.steps or STEPS, WARM_UP)
+        row = measure_step(str(side), model, make_inputs(model), request.steps or STEPS, WARM_UP)
     free_memory(model.device)
-    row = replace(time_row(str(side), model.name.replace(f", {side} px", ""), timings.seconds), peak_gib=peak.gib)
+    row = replace(row, model=model.name.replace(f", {side} px", ""))
     falls = None if before is None or after is None else 1 - after / before
-    losses = {"val_loss_before": before, "val_loss_after": after, "falls": falls, "trained": TRAINED}
-    return row.with_figures(predicted_gib=predicted.live / GIB, **losses)
+    return row.with_figures(val_loss_before=before, val_loss_after=after, falls=falls, trained=TRAINED)
 
 
 def train_and_validate(model: BenchModel) -> tuple[float | None, float | None]:

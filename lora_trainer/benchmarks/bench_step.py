@@ -130,7 +130,7 @@ def compare_loops(model: BenchModel, request: RequestedMeasure, folder: Path) ->
             *others, cached = rows
             rows = [*others, *reference_rows(model, cached, ways["bare"], inputs, steps, notes)]
 
-    tflop = predict_parts(request.resolved, model, inputs[0]).parts.tflop
+    tflop = predict_parts(model, inputs[0]).parts.tflop
     rate, source = peak_tflops(model.device, context.dtype)
     for place, row in enumerate(rows):
         tflops = tflop / row["seconds_median"]

@@ -278,7 +278,7 @@ def start_loop(
     others = allocated_bytes(join_processes().device)
     model = build_bench_model(side, folder, tiny=request.tiny, subject=subject)
     if side is base:  # the row of another side says why not
-        refuse_uncompiled(side, model)
+        refuse_uncompiled(model)
     way = stack.enter_context(trainer_loop(model.run, folder, learning_rate=None))
     with measure_peak(model.context, others=others) as peak:
         for number in range(PEAK_STEPS):

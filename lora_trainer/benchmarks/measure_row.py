@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_trainer.benchmarks.bench_model import TINY, BenchModel, build_bench_model, refuse_uncompiled
-from lora_trainer.benchmarks.interleaved import time_in_turn
 from lora_trainer.benchmarks.measures import Row, by_section, time_row
 from lora_trainer.benchmarks.peak_memory import (
-    PeakMemory,
     make_inputs,
     measure_context_gib,
-    measure_fragmentation,
-    measure_peak,
+    measure_step,
     predict_parts,
-    time_step,
+    time_with_peak,
 )
 from lora_trainer.benchmarks.reference_step import REFERENCE, add_reference_adapter, reference_step, use_adapter
 from lora_trainer.config.layers import Layer, Resolved
@@ -35,12 +32,10 @@ from lora_trainer.run.choices import OUTSIDE_GIB, cap_memory
 from lora_trainer.run.settings import settle
 
 if TYPE_CHECKING:
-    from lora_trainer.benchmarks.interleaved import Timings
     from lora_trainer.benchmarks.table_rows import Spec
     from lora_trainer.training.micro_batch import MicroBatch
 
 SIDES = ((64, 64), (56, 72), (72, 56), (48, 80), (80, 48), (40, 96), (96, 40), (52, 76))  # of 64: about one area each
-FIRST = 20  # steps whose losses are kept
 CAP_GIB = 1  # that a process is held to, to see whether a cap works
 
 
@@ -72,60 +67,34 @@ def measure_row(spec: Spec, how: RowSettings) -> Row:
     resolved = settings_of(spec, how, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as folder:
         model = build_bench_model(resolved, Path(folder), tiny=how.tiny, shapes=spec.shapes)
-        refuse_uncompiled(resolved, model)
+        refuse_uncompiled(model)
         inputs = make_inputs(model)
     if spec.shapes > 1:
         inputs = [[reshape(micro, number % spec.shapes) for micro in micros] for number, micros in enumerate(inputs)]
     graphs = count_compilations()
     if spec.way == "example":
-        timings, peak = time_example(model, inputs, how)
+        row = measure_example(spec.name, model, inputs, how)
     else:
-        timings, peak = time_step(model.context, inputs, how.steps, how.warm_up)
-
-    row = replace(time_row(spec.name, model.name, timings.seconds), peak_gib=peak.gib)
-    row = row.with_figures(
-        samples_per_second=sum(len(micro.t) for micro in inputs[0]) / row["seconds_median"],
-        reserved_gib=peak.reserved_gib,
+        row = measure_step(spec.name, model, inputs, how.steps, how.warm_up)
+    return row.with_figures(
         limit_gib=None if spec.cap_gib is None else usable_gib(spec.cap_gib),
         context_gib=measure_context_gib(model.device),
-        retries=peak.retries,
         precision=model.precision,
         checkpointed=checkpointed_blocks(model.context.denoiser),
         micro=max(len(micro.t) for micro in inputs[0]),
-        warm_up_seconds=timings.warm_up_seconds,
         compilations=count_compilations() - graphs or None,
-        losses=[] if spec.way == "example" else [float(loss) for loss in timings.results[:FIRST]],
     )
-    return row if how.tiny else add_plan(row, spec, resolved, model, inputs[0], peak)
 
 
-def add_plan(
-    row: Row, spec: Spec, resolved: Resolved, model: BenchModel, micros: list[MicroBatch], peak: PeakMemory
-) -> Row:
-    """The row with what the plan says of the step; of its memory only where the step is the trainer's."""
-    predicted = predict_parts(resolved, model, micros)
-    tflop = predicted.parts.tflop
-    row = row.with_figures(
-        tflop=tflop,
-        tflops=tflop / row["seconds_median"],
-        fragmentation=measure_fragmentation(peak, predicted.weights),
-    )
-    if spec.way == "example":
-        return row
-    gib = predicted.live / GIB
-    return row.with_figures(predicted_gib=gib, error=None if row.peak_gib is None else row.peak_gib / gib - 1)
-
-
-def time_example(model: BenchModel, inputs: list[list[MicroBatch]], how: RowSettings) -> tuple[Timings, PeakMemory]:
+def measure_example(name: str, model: BenchModel, inputs: list[list[MicroBatch]], how: RowSettings) -> Row:
     """The step as diffusers' example does it: autocast, LoRA in fp32, cached inputs."""
     parameters = add_reference_adapter(model.context.denoiser)
     use_adapter(model.context.denoiser, REFERENCE)
-    ways = {"": reference_step(model, parameters, inputs, None)}
-    if model.device.type != "cuda":
-        return time_in_turn(ways, how.steps, model.device, warm_up=how.warm_up)[""], PeakMemory()
-    with measure_peak(model.context) as peak:
-        timings = time_in_turn(ways, how.steps, model.device, warm_up=how.warm_up)[""]
-    return timings, peak
+    way = reference_step(model, parameters, inputs, None)
+    timings, peak = time_with_peak(model.context, way, how.steps, how.warm_up)
+    row, tflop = time_row(name, model.name, timings.seconds), predict_parts(model, inputs[0]).parts.tflop
+    figures = {"reserved_gib": peak.reserved_gib, "tflop": tflop, "tflops": tflop / row["seconds_median"]}
+    return replace(row, peak_gib=peak.gib, figures=figures)
 
 
 def reshape(micro: MicroBatch, number: int) -> MicroBatch:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lora_trainer.benchmarks.bench_model import BenchModel, thin_architecture
 from lora_trainer.benchmarks.interleaved import Timings, Way, time_in_turn
+from lora_trainer.benchmarks.measures import FIRST, Row, time_row
 from lora_trainer.core.hardware import free_memory
 from lora_trainer.memory_plan.estimate import GIB, Parts, parts_of
 from lora_trainer.memory_plan.trace import Counted
@@ -135,23 +136,6 @@ def trainer_step(context: StepContext, inputs: Sequence[list[MicroBatch]], learn
     return step
 
 
-def time_step(
-    context: StepContext, inputs: Sequence[list[MicroBatch]], steps: int, warm_up: int
-) -> tuple[Timings, PeakMemory]:
-    """The trainer's step, timed, and its peak. On a CPU a further step is counted: counting takes time."""
-    way = trainer_step(context, inputs)
-    free_memory(context.device)
-    if context.device.type == "cuda":
-        with measure_peak(context) as peak:
-            timings = time_in_turn({"": way}, steps, context.device, warm_up=warm_up)[""]
-        return timings, peak
-    timings = time_in_turn({"": way}, steps, context.device, warm_up=warm_up)[""]
-    largest = trainer_step(context, [find_largest(inputs)])
-    with measure_peak(context) as peak:
-        largest(0)
-    return timings, peak
-
-
 # ---- parts
 
 
@@ -202,10 +186,10 @@ def find_architecture(resolved: Resolved, *, tiny: bool) -> tuple[Family, Archit
     return family, thin_architecture(architecture) if tiny else architecture
 
 
-def predict_parts(resolved: Resolved, model: BenchModel, micros: Sequence[MicroBatch]) -> PredictedParts:
+def predict_parts(model: BenchModel, micros: Sequence[MicroBatch]) -> PredictedParts:
     """The plan of the step that these micro-batches make."""
     largest = max(micros, key=lambda micro: math.prod(micro.latents.shape))
-    demand = make_demand(resolved, model.family, model.architecture, None, precision=model.precision)
+    demand = make_demand(model.resolved, model.family, model.architecture, None, precision=model.precision)
     height, width = largest.latents.shape[-2:]
     side = math.sqrt(height * width) * demand.downscale
     demand = replace(demand, resolution=round(side), samples=sum(len(micro.t) for micro in micros))
@@ -225,6 +209,41 @@ def predict_parts(resolved: Resolved, model: BenchModel, micros: Sequence[MicroB
         optimizer=round(parts.optimizer * GIB),
         passing=round((parts.adapter + parts.activations) * GIB) - adapter,
         parts=parts,
+    )
+
+
+def time_with_peak(context: StepContext, way: Way, steps: int, warm_up: int) -> tuple[Timings, PeakMemory]:
+    """One way, timed; on a GPU with its peak. On a CPU counting takes time, so that nothing is counted."""
+    free_memory(context.device)
+    if context.device.type == "cpu":
+        return time_in_turn({"": way}, steps, context.device, warm_up=warm_up)[""], PeakMemory()
+    with measure_peak(context) as peak:
+        timings = time_in_turn({"": way}, steps, context.device, warm_up=warm_up)[""]
+    return timings, peak
+
+
+def measure_step(name: str, model: BenchModel, inputs: Sequence[list[MicroBatch]], steps: int, warm_up: int) -> Row:
+    """The trainer's step, timed, with its losses, its peak and what the plan says of them."""
+    context, largest = model.context, find_largest(inputs)
+    predicted = predict_parts(model, largest)
+    timings, peak = time_with_peak(context, trainer_step(context, inputs), steps, warm_up)
+    if context.device.type == "cpu":
+        one_more = trainer_step(context, [largest])
+        with measure_peak(context) as peak:
+            one_more(0)
+    gib, tflop = predicted.live / GIB, predicted.parts.tflop
+    row = time_row(name, model.name, timings.seconds)
+    return replace(row, peak_gib=peak.gib).with_figures(
+        samples_per_second=sum(len(micro.t) for micro in inputs[0]) / row["seconds_median"],
+        tflop=tflop,
+        tflops=tflop / row["seconds_median"],
+        reserved_gib=peak.reserved_gib,
+        predicted_gib=gib,
+        error=None if peak.gib is None else peak.gib / gib - 1,
+        fragmentation=measure_fragmentation(peak, predicted.weights),
+        retries=peak.retries,
+        warm_up_seconds=timings.warm_up_seconds,
+        losses=[float(loss) for loss in timings.results[:FIRST]],
     )
 
 
