@@ -44,7 +44,8 @@ WITH_MORE_ARGUMENTS = frozenset(
 )
 # Module names that mean several things: may only become fewer.
 SHARED_MODULE_NAMES = frozenset(
-    "batch cache convert errors folder imports inputs kohya layers measures metrics plan presets reading sample store texts unet worker".split()
+    "batch cache convert errors folder imports inputs kohya layers measures metrics plan presets reading sample store "
+    "texts unet worker".split()
 )
 
 BANNED = re.compile(

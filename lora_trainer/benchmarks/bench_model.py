@@ -66,7 +66,10 @@ TINY = 8  # a thin model's sides are so much smaller
 
 @dataclass(frozen=True)
 class BenchModel:
-    """`run` is what the trainer's loop takes. A public architecture has no `session`: neither data nor encoders."""
+    """`resolved` are the requested settings, `run` is what the trainer's loop takes.
+
+    A public architecture has no `session`: neither data nor encoders.
+    """
 
     name: str
     resolved: Resolved
@@ -187,15 +190,15 @@ def public_model(
 ) -> BenchModel:
     """A published denoiser with random weights and random inputs: no model, no data, no encoders."""
     architecture = small_unet() if name == SMALL else public_architecture(name)
-    resolved = suited(resolved, architecture.facts.prediction)
-    config = resolved.config
+    suitable = suited(resolved, architecture.facts.prediction)
+    config = suitable.config
     family = reading(config, FAMILIES[architecture.facts.family])
     title = "U-Net of 30 M weights" if name == SMALL else name
     if tiny and name != SMALL:
         architecture = thin_architecture(architecture)
         title += f" at {family.denoiser.thinness}"
     facts, processes = architecture.facts, join_processes()
-    choices = choose(resolved, family, architecture, processes.device, 1)
+    choices = choose(suitable, family, architecture, processes.device, 1)
     cap_memory(config, processes.device)
     set_hardware(config, processes.device)
 
@@ -209,17 +212,16 @@ def public_model(
         facts,
         replace(choices.layout, compiled=config.compile.enabled is True, shapes=shapes, latents=latents),
         alone,
-        is_attention_requested=asked_by_user(resolved, "hardware.attention_backend"),
+        is_attention_requested=asked_by_user(suitable, "hardware.attention_backend"),
     )
     if member is not None:
         context = member.join(context, stored, lambda line: None)
     if config.loss.guidance_target is not None:
         cond_shapes = family.text.cond_shapes(architecture.denoiser)
         empty = {name: torch.zeros(shape) for name, shape in cond_shapes.items()}
-        scale = config.loss.guidance_target
-        context = make_guidance_target(scale, context.denoiser, empty, context.device, context.dtype).applied_to(
-            context
-        )
+        scale, device, dtype = config.loss.guidance_target, context.device, context.dtype
+        guidance = make_guidance_target(scale, context.denoiser, empty, device, dtype)
+        context = guidance.applied_to(context)
 
     count = max(RANDOM_SAMPLES, config.train.effective_batch_size)
     data = write_random_cache(family, architecture, side, count, folder)

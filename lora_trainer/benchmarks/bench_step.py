@@ -100,14 +100,13 @@ def measure_model(request: RequestedMeasure, subject: str, folder: Path) -> tupl
         return export_fastest(request, request.export_preset, subject, steps, folder)
     if request.compare:
         return compare_all(request, subject, steps, folder)
-    return compare_loops(
-        build_bench_model(request.resolved, folder, tiny=request.tiny, subject=subject), request, folder
-    )
+    model = build_bench_model(request.resolved, folder, tiny=request.tiny, subject=subject)
+    return compare_loops(model, steps, folder)
 
 
-def compare_loops(model: BenchModel, request: RequestedMeasure, folder: Path) -> tuple[list[Row], list[str]]:
+def compare_loops(model: BenchModel, steps: int, folder: Path) -> tuple[list[Row], list[str]]:
     """The rows of one model, and a note for each that could not be measured."""
-    context, notes, steps = model.context, list[str](), request.steps or STEPS
+    context, notes = model.context, list[str]()
     select = partial(select_adapter, model)
     inputs: list[list[MicroBatch]] = []
 

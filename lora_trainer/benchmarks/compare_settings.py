@@ -67,8 +67,6 @@ ABOUT = {
     "loss over seeds": "mean of the later half of the steps over that of `ours`, with the 95 % interval over the seeds; "
     f"the exit code is 5 where the interval lies above {LOSS_KEPT:+.0%}",
 }
-
-
 COMPARE_COLUMNS: tuple[Column, ...] = (
     *COLUMNS,
     ("peak GiB", figure("peak_gib", ".3f")),
@@ -100,8 +98,8 @@ def compare_all(
 ) -> tuple[list[Row], list[str]]:
     """A row without, and one with each of the settings that were requested; notes. Raises UserError."""
     rows, notes = list[Row](), list[str]()
-    seeds = 1 if skip_failed else request.seeds or SEEDS
-    losses_without = dict[int, Losses]()  # by the number of the seed
+    with_seeds = not skip_failed and request.seeds != 1
+    losses_without = list[Losses]()  # of each seed
     for place, (text, settings) in enumerate(request.compare.items()):
         own = folder / str(place)
         sides = {"ours": request.resolved, text: change(request.resolved, settings, text)}
@@ -120,16 +118,11 @@ def compare_all(
             notes.append(f"{text}: not run: {row['not_run']}")
         elif text.startswith(PRESET):  # it learns in another way
             row = row.with_figures(loss_mean=None, loss_most=None)
-        elif seeds > 1:
+        elif with_seeds:
             count = len(measured[text].losses)
-            pairs = []
-            for number in range(seeds):
-                if number not in losses_without:
-                    place_without = own / f"seed-{number}-without"
-                    losses_without[number] = train_seed(request, subject, sides["ours"], number, count, place_without)
-                losses = train_seed(request, subject, sides[text], number, count, own / f"seed-{number}")
-                pairs.append((losses, losses_without[number]))
-            row = add_seeds(row, pairs)
+            losses_without = losses_without or train_seeds(request, subject, request.resolved, count, own / "without")
+            losses = train_seeds(request, subject, sides[text], count, own / "with")
+            row = add_seeds(row, list(zip(losses, losses_without, strict=True)))
         if row["compile_seconds"] is not None:
             notes.append(describe_break_even(row))
         rows.append(row)
@@ -174,22 +167,24 @@ def describe_break_even(row: Row) -> str:
 # ---- quality
 
 
-def train_seed(
-    request: RequestedMeasure, subject: str, side: Resolved, number: int, steps: int, folder: Path
-) -> Losses:
-    """The losses of so many steps with the seed of that number; 0 is the settings' own.
+def train_seeds(request: RequestedMeasure, subject: str, side: Resolved, steps: int, folder: Path) -> list[Losses]:
+    """The losses of so many steps with each seed, the settings' own first.
 
     Without the learning rate's warm-up: the loop that is measured has no end, so that its warm-up would have none either.
     """
-    folder.mkdir(parents=True)
-    seeded = change(side, {"train.seed": side.config.train.seed + number, "lr_scheduler.warmup_steps": 0})
-    model = build_bench_model(seeded, folder, tiny=request.tiny, subject=subject)
-    with trainer_loop(model.run, folder, learning_rate=None) as way:
-        for step in range(steps):
-            way(step)
-    del model, way
-    free_memory(join_processes().device)
-    return [row["loss"] for row in read_lines(folder / METRICS)][:steps]
+    found = list[Losses]()
+    for number in range(request.seeds or SEEDS):
+        own = folder / str(number)
+        own.mkdir(parents=True)
+        seeded = change(side, {"train.seed": side.config.train.seed + number, "lr_scheduler.warmup_steps": 0})
+        model = build_bench_model(seeded, own, tiny=request.tiny, subject=subject)
+        with trainer_loop(model.run, own, learning_rate=None) as way:
+            for step in range(steps):
+                way(step)
+        del model, way
+        free_memory(join_processes().device)
+        found.append([row["loss"] for row in read_lines(own / METRICS)][:steps])
+    return found
 
 
 def add_seeds(row: Row, pairs: Sequence[tuple[Losses, Losses]]) -> Row:
@@ -245,16 +240,17 @@ def measure_sides(
 
     def run(names: Sequence[str]) -> dict[str, Side]:
         own = Path(tempfile.mkdtemp(dir=folder))
+        loops = dict[str, StartedLoop]()
         with ExitStack() as stack:
-            loops = {name: start_loop(request, subject, sides[name], base, own / name, stack) for name in names}
+            for name in names:
+                loops[name] = start_loop(request, subject, sides[name], own / name, stack)
+                if sides[name] is base:  # the row of another side says why not
+                    refuse_uncompiled(loops[name].model)
             ways = {name: loop.way for name, loop in loops.items()}
             # At least so many steps that there are losses of the first `FIRST`.
             count = max(steps, FIRST - WARM_UP - PEAK_STEPS)
             timings = time_in_turn(ways, count, join_processes().device, first=PEAK_STEPS)
-            return {
-                name: finish_side(loop, timings[name].seconds, sides[name].config, base.config)
-                for name, loop in loops.items()
-            }
+            return {name: loop.finish(timings[name].seconds, base.config) for name, loop in loops.items()}
 
     folder.mkdir(parents=True, exist_ok=True)
     together = not any(name.startswith(OF_THE_PROCESS) for name in differing)
@@ -263,22 +259,30 @@ def measure_sides(
 
 @dataclass(frozen=True)
 class StartedLoop:
-    """A model of its own with its loop, its first steps taken; what they held."""
+    """A model of its own with its loop, its first steps taken: what they held, and the folder of their numbers."""
 
     model: BenchModel
     way: Way
     peak: PeakMemory
-    folder: Path  # of its numbers
+    folder: Path
+
+    def finish(self, seconds: Sequence[float], base: Config) -> Side:
+        context, compiled = self.model.context, self.model.context.compiled
+        return Side(
+            model=self.model.name,
+            seconds=seconds,
+            losses=[row["loss"] for row in read_lines(self.folder / METRICS)],
+            peak_gib=self.peak.gib,
+            parameters=context.adapter.size,
+            not_run=explain_no_effect(self.model, base, self.folder),
+            compile_seconds=None if compiled is None else compiled.seconds,
+        )
 
 
-def start_loop(
-    request: RequestedMeasure, subject: str, side: Resolved, base: Resolved, folder: Path, stack: ExitStack
-) -> StartedLoop:
+def start_loop(request: RequestedMeasure, subject: str, side: Resolved, folder: Path, stack: ExitStack) -> StartedLoop:
     folder.mkdir(parents=True)
     others = allocated_bytes(join_processes().device)
     model = build_bench_model(side, folder, tiny=request.tiny, subject=subject)
-    if side is base:  # the row of another side says why not
-        refuse_uncompiled(model)
     way = stack.enter_context(trainer_loop(model.run, folder, learning_rate=None))
     with measure_peak(model.context, others=others) as peak:
         for number in range(PEAK_STEPS):
@@ -286,27 +290,15 @@ def start_loop(
     return StartedLoop(model, way, peak, folder)
 
 
-def finish_side(loop: StartedLoop, seconds: Sequence[float], settings: Config, base: Config) -> Side:
-    context, compiled = loop.model.context, loop.model.context.compiled
-    return Side(
-        model=loop.model.name,
-        seconds=seconds,
-        losses=[row["loss"] for row in read_lines(loop.folder / METRICS)],
-        peak_gib=loop.peak.gib,
-        parameters=context.adapter.size,
-        not_run=explain_no_effect(loop.model, settings, base, loop.folder),
-        compile_seconds=None if compiled is None else compiled.seconds,
-    )
-
-
 def differing_settings(settings: Config, base: Config) -> list[str]:
     own, before = flattened(settings), flattened(base)
     return [name for name in own if own[name] != before[name]]
 
 
-def explain_no_effect(model: BenchModel, settings: Config, base: Config, folder: Path) -> str | None:
+def explain_no_effect(model: BenchModel, base: Config, folder: Path) -> str | None:
     """Why what differs from `base` did not take effect; None where it did."""
-    compiled, differing = model.context.compiled, differing_settings(settings, base)
+    settings, compiled = model.resolved.config, model.context.compiled
+    differing = differing_settings(settings, base)
     if differing and model.device.type != "cuda" and OF_A_GPU.issuperset(differing):
         return "it is for GPUs, and there is none"
     if "compile.enabled" not in differing or settings.compile.enabled is not True:

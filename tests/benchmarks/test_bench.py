@@ -390,8 +390,9 @@ def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
     def why(compiled: object) -> str | None:
         built = SimpleNamespace(notes=("not compiled: no blocks",))
         context = SimpleNamespace(compiled=compiled, built=built)
-        model = SimpleNamespace(context=context, device=torch.device("cpu"))
-        return compare_settings.explain_no_effect(model, wanted, whole, tmp_path)
+        resolved = SimpleNamespace(config=wanted)
+        model = SimpleNamespace(context=context, device=torch.device("cpu"), resolved=resolved)
+        return compare_settings.explain_no_effect(model, whole, tmp_path)
 
     assert why(None) == "not compiled: no blocks"
     assert why(SimpleNamespace(on=True)) is None
