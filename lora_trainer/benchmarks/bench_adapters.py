@@ -12,7 +12,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,7 @@ class LossComparison:
         return find_learning_rate(usual, lambda rate: self.train(name, rate, TUNING_SEED, steps).last)
 
     def train(self, name: str, rate: float, seed: int, steps: int) -> TrainedRun:
+        """An ordinary run, or what the file has of it. Raises UserError; Stopped for a signal."""
         settings = {
             **VARIANTS[name],
             "optimizer.learning_rate": rate,
@@ -197,18 +198,13 @@ class LossComparison:
         resolved = change(self.base, settings)
         key = settings_key(resolved)
         if key not in self.saved.rows:
-            self.saved.save(key, asdict(train_run(resolved)))
+            result = train(make_order(resolved, console=plain_console(quiet=True), watch=unwatched))
+            if result.exit_code:
+                raise Stopped(result.exit_code)
+            curve = {int(line["step"]): float(line["loss"]) for line in read_lines(result.folder / VALIDATION)}
+            self.saved.save(key, {"curve": curve, "file_bytes": result.files["kohya"].stat().st_size})
         row = self.saved.rows[key]
         return TrainedRun({int(step): loss for step, loss in row["curve"].items()}, row["file_bytes"])
-
-
-def train_run(resolved: Resolved) -> TrainedRun:
-    """Train an ordinary run. Raises UserError; Stopped for a signal."""
-    result = train(make_order(resolved, console=plain_console(quiet=True), watch=unwatched))
-    if result.exit_code:
-        raise Stopped(result.exit_code)
-    curve = {int(row["step"]): float(row["loss"]) for row in read_lines(result.folder / VALIDATION)}
-    return TrainedRun(curve, result.files["kohya"].stat().st_size)
 
 
 def settings_key(resolved: Resolved) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from lora_trainer.models.attention.shapes import AttentionShape, shapes_of
 from lora_trainer.run.choices import asked_by_user, choose_precision, computed_in
 from lora_trainer.run.inputs import trained_resolution
 from lora_trainer.training.processes import join_processes
-
-if TYPE_CHECKING:
-    from lora_trainer.models.family import Architecture, Family
 
 STEPS = 10
 PLAIN = "math"  # every score written out: what the others are compared with
@@ -49,25 +46,19 @@ def measure(request: RequestedMeasure) -> Report:
     """Time all implementations at all sizes of a step's attention. Raises UserError."""
     config, device = request.resolved.config, join_processes().device
     family, architecture = find_architecture(request.resolved, tiny=request.tiny)
+    facts, text_shapes = architecture.facts, family.text.cond_shapes(architecture.denoiser)
     is_set = asked_by_user(request.resolved, "memory.weight_dtype")
     dtype = computed_in(choose_precision(config.memory.weight_dtype, device, is_set=is_set).value, device)
-    side, micro = trained_resolution(config, architecture.facts), config.train.max_micro_batch_size or 1
-    shapes = attention_shapes(family, architecture, side, micro, dtype)
-    timed = time_attention(shapes, dtype, device, request.steps or STEPS)
-    model = f"{architecture.facts.name} {side} px, {micro} at once, {str(dtype).removeprefix('torch.')}"
-    rows = attention_rows(model, shapes, timed, dtype, device)
-    return Report(rows, ABOUT, describe(rows, timed, shapes), COLUMNS, first="attention")
-
-
-def attention_shapes(
-    family: Family, architecture: Architecture, side: int, micro: int, dtype: torch.dtype
-) -> tuple[AttentionShape, ...]:
-    """The sizes in a forward pass of samples of `side` pixels, from the config alone."""
+    side, micro = trained_resolution(config, facts), config.train.max_micro_batch_size or 1
+    # The sizes are those of a forward pass on tensors without data.
     with torch.device("meta"):
         denoiser = nn.Module.to(family.denoiser.make(architecture.denoiser), dtype)
-    facts = architecture.facts
     latents = (micro, facts.latent_channels, side // facts.downscale, side // facts.downscale)
-    return shapes_of(denoiser, family.denoiser.predict, latents, family.text.cond_shapes(architecture.denoiser), dtype)
+    shapes = shapes_of(denoiser, family.denoiser.predict, latents, text_shapes, dtype)
+    timed = time_attention(shapes, dtype, device, request.steps or STEPS)
+    model = f"{facts.name} {side} px, {micro} at once, {str(dtype).removeprefix('torch.')}"
+    rows = attention_rows(model, shapes, timed, dtype, device)
+    return Report(rows, ABOUT, describe(rows, timed, shapes), COLUMNS, first="attention")
 
 
 def attention_rows(

@@ -101,19 +101,10 @@ ABOUT = {
 
 def measure(request: RequestedMeasure) -> Report:
     """The rows of each family, then the production run's. Raises UserError."""
-    wanted, config, rows = request.filter(KINDS), request.resolved.config, list[Row]()
-    families = [] if config.model.path else [config.model.family] if config.model.family else ASSUMED["models"]
-    for family in families:
-        model = family
-        if wanted != ["score"]:
-            settings = challenge_settings(request.resolved, family)
-            if torch.cuda.is_available():
-                rows += measure_step(family, settings, request.steps)
-            else:
-                rows += predict_step(family, settings)
-            model = rows[-1].model
-        reason = "of families: a score needs trained weights, see --model"
-        rows.append(aim_row("score", model, None, "not measured", reason))
+    wanted, model, rows = request.filter(KINDS), request.resolved.config.model, list[Row]()
+    if model.path is None:
+        for family in [model.family] if model.family else ASSUMED["models"]:
+            rows += family_rows(request, family, with_step=wanted != ["score"])
     if "score" in wanted:
         rows += produce_run(request)
     rows = [row for row in rows if kind_of(row) in wanted or (row.name == ALL and len(wanted) == 3)]
@@ -159,6 +150,20 @@ def conclude(rows: Sequence[Row]) -> list[str]:
 # ---- a step of a family
 
 
+def family_rows(request: RequestedMeasure, family: str, *, with_step: bool) -> list[Row]:
+    """Its step and peak, measured on a GPU and else predicted; its score is not known."""
+    rows, model = list[Row](), family
+    if with_step:
+        settings = challenge_settings(request.resolved, family)
+        if torch.cuda.is_available():
+            rows = measure_family(family, settings, request.steps)
+        else:
+            rows = predict_family(family, settings)
+        model = rows[-1].model
+    reason = "of families: a score needs trained weights, see --model"
+    return [*rows, aim_row("score", model, None, "not measured", reason)]
+
+
 def challenge_settings(resolved: Resolved, family: str) -> dict[str, Any]:
     """The family at its own resolution in 5 GB, one sample a step, over which your settings win.
 
@@ -176,7 +181,7 @@ def challenge_settings(resolved: Resolved, family: str) -> dict[str, Any]:
     return {**usual, **own, "model.family": family, "memory.limit_gib": limit}
 
 
-def predict_step(family: str, settings: Mapping[str, Any]) -> list[Row]:
+def predict_family(family: str, settings: Mapping[str, Any]) -> list[Row]:
     """Time on the GPUs of which a record is known, and the highest peak of all phases of a run, by the plan."""
     plan = make_plan(settle_settings(settings), data=((), ()))
     fit, model, rows = plan.fit, f"{family}, {plan.demand.resolution} px", list[Row]()
@@ -193,7 +198,7 @@ def predict_step(family: str, settings: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def measure_step(family: str, settings: Mapping[str, Any], steps: int | None) -> list[Row]:
+def measure_family(family: str, settings: Mapping[str, Any], steps: int | None) -> list[Row]:
     """Time and memory of the trainer's own step on this GPU, in a process of its own, held to 5 GB."""
     spec = Spec("step", family, dict(settings), cap_gib=settings["memory.limit_gib"], seconds=STEP_SECONDS)
     how = RowSettings(steps=steps or RowSettings.steps)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,8 @@ def scaling_row(count: int, found: Mapping[str, Any], alone: Mapping[str, Any]) 
     efficiency = bootstrap(
         lambda own, others: samples * float(np.median(base[others]) / np.median(seconds[own])), len(seconds), len(base)
     )
-    row = time_row(str(count), found["model"], found["once"], alone["once"])
+    row = time_row(str(count), found["model"], found["once"])
+    row = replace(row, ratio=row["seconds_median"] / float(np.median(base)))  # of steps that were not taken in turn
     return row.with_figures(
         samples_per_second=found["samples"] / row["seconds_median"],
         efficiency=efficiency.value,
