@@ -48,7 +48,7 @@ if torch.cuda.is_available():
     NONE |= {"hardware.cudnn_benchmark": False}
     ALL |= {"hardware.attention_backend": "fastest", "hardware.cudnn_benchmark": True, "compile.enabled": True}
 ABOUT = {
-    "claimed": "what is said of it",
+    "claimed": "what others report of it",
     "gain": "time without it over time with it",
     "memory": "what a step holds with it over what it holds without",
     "loss off": "mean relative difference of the first losses, same samples and noise; at most: the largest",

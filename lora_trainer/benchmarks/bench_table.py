@@ -2,7 +2,7 @@
 
 Rows are in the order of their worth. Each is measured in a process of its own and written as soon as it is there, so
 that a crash costs one row and the next call continues where this one ended. Without a GPU `--tiny` takes the same rows
-of thin models at an eighth of the side: that shows that each row runs, and nothing of its speed.
+of thin models at an eighth of the side, uncapped: that shows that each row runs, and nothing of its speed.
 """
 
 from __future__ import annotations
@@ -130,8 +130,6 @@ def describe(wanted: Sequence[Spec], rows: dict[str, Row], saved: SavedRows, *, 
     if on_gpu:
         notes.append("A capped GPU shows that a row fits, not how fast a GPU of that size is.")
     else:
-        notes.append(
-            "No GPU: rows show that they run. Memory and caps are not measured, and speed of a CPU says nothing of a GPU's."
-        )
+        notes.append("No GPU: rows show that they run. Nothing is capped, and speed of a CPU says nothing of a GPU's.")
     notes.append(f"Rows are kept in {saved.path}.")
     return notes

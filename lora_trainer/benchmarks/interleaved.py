@@ -90,7 +90,7 @@ def run_together_or_alone(
     if together:
         with memory_may_run_out():
             return run(names), []
-    why = "the GPU has no room for both" if together else "it holds for a whole process"
+    why = "the GPU has no room for all at once" if together else "it holds for a whole process"
     found = dict[str, T]()
     for name in names:
         free_memory(device)  # nothing refers to the models before any more
