@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 STEPS, STEPS_ON_CPU = 30, 10
 ROUND = 5  # steps from checkpoint to checkpoint: far fewer than in any run, so that its cost can be seen
-PLAIN = {"memory.gradient_checkpointing": False, "compile.enabled": False}
+PLAIN = {
+    "memory.gradient_checkpointing": False,
+    "compile.enabled": False,
+    # The loop that is measured has no end, and its warm-up would have none either: no loss would follow the weights.
+    "lr_scheduler.warmup_steps": 0,
+}
 TOGETHER = "all together"
 ON_A_GPU = "needs a GPU"
 # Four micro-batches a step in each process.
