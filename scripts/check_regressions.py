@@ -228,8 +228,8 @@ def ratios_of(what: str, rows: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, over in RATIOS[what]:
         if name in rows and over in rows:
-            found[f"{what}: {name} over {over}"] = rows[name].ratio / rows[over].ratio
-            cpu, cpu_over = getattr(rows[name], "cpu_ratio", None), getattr(rows[over], "cpu_ratio", None)
+            found[f"{what}: {name} over {over}"] = rows[name]["ratio"] / rows[over]["ratio"]
+            cpu, cpu_over = rows[name]["cpu_ratio"], rows[over]["cpu_ratio"]
             if cpu and cpu_over:
                 found[f"{what}: {name} over {over}, CPU time"] = cpu / cpu_over
     return found

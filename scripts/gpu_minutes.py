@@ -35,7 +35,7 @@ MINUTES = 9.0
 RESULTS, LOG, SUMMARY = "results.jsonl", "log.txt", "summary.txt"
 ORDER = {
     "describe": "minutes.work:describe_device",
-    "loaded": ("minutes.work", "check_regressions", "lora_trainer.benchmarks.trials.row", "diffusers", "peft"),
+    "loaded": ("minutes.work", "check_regressions", "lora_trainer.benchmarks.measure_row", "diffusers", "peft"),
     "modules": ("bitsandbytes", "pytest", "hypothesis"),
 }
 ON_A_CPU = 600.0  # seconds that a rehearsed task may take on a busy machine

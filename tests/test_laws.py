@@ -46,8 +46,8 @@ WITH_MORE_ARGUMENTS = frozenset(
 )
 # Module names that mean several things: may only become fewer.
 SHARED_MODULE_NAMES = frozenset(
-    "attention batch bench best cache convert errors folder imports inputs kohya layers measures memory metrics plan "
-    "presets reading sample split steps store texts unet worker".split()
+    "batch cache convert errors folder imports inputs kohya layers measures metrics plan presets reading sample store "
+    "texts unet worker".split()
 )
 BANNED = re.compile(
     r"\b(told|hangs? on|hung on|stands? in|stood in|go(?:es|ing)? on|went on|as ever|mend(?:s|ed|ing)?|pictures?|data sets?"

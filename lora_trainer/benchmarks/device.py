@@ -1,4 +1,4 @@
-"""The machine that measurements are of: what it is called, waiting for it, what it held."""
+"""The machine that is measured: what it is called, waiting for it, what it can do at most."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_trainer.core.findings import counted
+from lora_trainer.core.gpu_rates import rate_of_gpu
+from lora_trainer.monitor.device_rates import SIDES, matmul_rate
 from lora_trainer.training.torch_settings import set_hardware
 
 if TYPE_CHECKING:
@@ -31,3 +33,20 @@ def device_name() -> str:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What a GPU holds by now; 0 of a CPU, where it is not known."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """TFLOP/s of dense matrix products that the device can do in that precision, and where the figure is from."""
+    if device.type != "cuda":
+        side = SIDES[device.type]
+        return matmul_rate(device, dtype), f"measured: a {side}x{side} product in {str(dtype).removeprefix('torch.')}"
+    name = torch.cuda.get_device_name(device)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None, f"of {name} only the rates of 16 bits are known"
+    rate = rate_of_gpu(name)
+    return rate, f"the known rate of {name} in 16 bits" if rate else f"the rate of {name} is not known"

@@ -11,10 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.benchmarks.baseline import Regressed, held_against, read_baseline
-from lora_trainer.benchmarks.measures import MEASURES, NOISE, SUBJECTS, Report, RequestedMeasure
+from lora_trainer.benchmarks.baseline import Regressed, compare_with_baseline, read_baseline
+from lora_trainer.benchmarks.measures import MEASURES, NOISE, SUBJECTS, Report, RequestedMeasure, change
 from lora_trainer.cli.arguments import add_run_arguments, explained, resolved_from
 from lora_trainer.cli.bench_checks import FLAGS, settings_of, wrong_arguments
+from lora_trainer.config.contradictions import from_user
 from lora_trainer.core.errors import DONE, Problem, UsageError
 from lora_trainer.core.hardware import package_versions
 from lora_trainer.core.io import write_json
@@ -67,7 +68,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="append",
         default=[],
-        dest="versus",
         metavar="SECTION.KEY=VALUE",
         help="repeatable: compare the step and its losses without and with this setting; exit code 5 if it loses quality; preset=NAME compares the step alone with a training preset's",
     )
@@ -80,7 +80,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export-preset",
         type=Path,
-        dest="best",
         metavar="FILE",
         help="write the settings that are faster and learn the same (of --compare, else the usual ones) as TOML for --config",
     )
@@ -111,72 +110,78 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
     """Run the measurement. Raises UserError."""
     unknown += wrong_arguments(arguments)
-    versus = settings_of(arguments.versus, unknown)
+    compare = settings_of(arguments.compare, unknown)
     resolved = resolved_from(arguments, unknown)
     if explained(arguments, resolved):
         return DONE
     refuse_missing_attention(resolved)
+    # Loops are compared with the plain step, and the miniature's preset preserves outputs, too.
+    if not from_user(resolved.origin["loss.output_preservation_weight"]):
+        resolved = change(
+            resolved, {"loss.output_preservation_weight": 0.0, "loss.output_preservation_every_n_steps": 1}
+        )
     from lora_trainer.benchmarks.device import device_measured
     from lora_trainer.run.inputs import data_in_use
 
     device = device_measured(resolved.config)
     baseline = None if arguments.baseline is None else read_baseline(arguments.baseline, device)
-    refuse_what_clashes(resolved, versus)
+    refuse_contradictions(resolved, compare)
     with data_in_use():
-        own = {name: vars(arguments)[name] for name in FLAGS} | {"versus": versus}
-        report = MEASURES[arguments.what](RequestedMeasure(resolved, arguments.steps, **own))
+        flags = {name: vars(arguments)[name] for name in FLAGS} | {"compare": compare}
+        report = MEASURES[arguments.what](RequestedMeasure(resolved, arguments.steps, **flags))
     document = {"bench": arguments.what} | report.to_json(device, package_versions())
-    notes, worse = ([], []) if baseline is None else held_against(baseline, document)
-    report = replace(report, notes=[*report.notes, *notes])
-    worse = [*report.worse, *worse]
-    judged = baseline is not None or bool(versus)
-    document |= {"notes": report.notes} | ({"worse": [each.message for each in worse]} if judged else {})
+    worse = [*report.worse]
+    if baseline is not None:
+        notes, regressions = compare_with_baseline(baseline, document)
+        report = replace(report, notes=[*report.notes, *notes])
+        worse += regressions
+    document["notes"] = report.notes
+    if baseline is not None or compare:
+        document["worse"] = [each.message for each in worse]
     if arguments.save is not None:
         write_json(arguments.save, document)
-    show(report, device, document if arguments.json else None)
+    if arguments.json:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        print_report(report, device)
     if worse:
         raise Regressed(worse)
     return DONE
 
 
-def refuse_what_clashes(resolved: Resolved, versus: Mapping[str, Mapping[str, Any]]) -> None:
+def refuse_contradictions(resolved: Resolved, compare: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise UsageError for all settings of `--compare` that contradict the others."""
-    from lora_trainer.benchmarks.trials.steps import changed
-
     problems: list[Problem] = []
-    for text, settings in versus.items():
+    for text, settings in compare.items():
         try:
-            changed(resolved, settings, text)
+            change(resolved, settings, text)
         except UsageError as error:
             problems += error.problems
     if problems:
         raise UsageError(problems)
 
 
-def show(report: Report, device: str, document: Mapping[str, Any] | None) -> None:
-    """A table for each model, or the JSON document on stdout."""
-    if document is not None:
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-        return
+def print_report(report: Report, device: str) -> None:
+    """A table for each model, then what its rows and columns are, and the notes."""
     from rich.console import Console
     from rich.table import Table
 
-    if report.text:
-        print(report.text)
-    shown = () if report.text else report.rows
+    shown = report.rows
     columns = [(title, cell) for title, cell in report.columns if any(map(cell, shown))]
     console = Console(width=None if is_terminal(sys.stdout) else WIDE)
-    for model, found in groupby(shown, key=lambda row: row.model):
-        rows = list(found)
-        cells = [[title, *map(cell, rows)] for title, cell in columns]
+    for model, group in groupby(shown, key=lambda row: row.model):
+        rows = list(group)
         names = [report.first, *(row.name for row in rows)]
-        for number, part in enumerate(tables_that_fit(names, cells, console.width)):
-            table = Table(title=None if number else f"{model} on {device}")
-            for title, *_ in [names, *part]:
-                table.add_column(title, no_wrap=True)
-            for cells_of in list(zip(names, *part, strict=True))[1:]:
-                table.add_row(*cells_of)
+        cells = [[title, *map(cell, rows)] for title, cell in columns]
+        heading: str | None = f"{model} on {device}"
+        for part in tables_that_fit(names, cells, console.width):
+            table = Table(title=heading)
+            for column, *_ in [names, *part]:
+                table.add_column(column, no_wrap=True)
+            for row_cells in list(zip(names, *part, strict=True))[1:]:
+                table.add_row(*row_cells)
             console.print(table)
+            heading = None
     for line in (*legend(report.about, [row.name for row in report.rows], columns), *report.notes):
         print(line)
 

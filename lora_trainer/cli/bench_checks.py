@@ -21,16 +21,16 @@ from lora_trainer.models.attention.packages import lacking
 FLAGS = {  # of some measurements only
     "tiny": "--tiny",
     "subjects": "--subject",
-    "versus": "--compare",
+    "compare": "--compare",
     "seeds": "--seeds",
-    "best": "--export-preset",
+    "export_preset": "--export-preset",
     "minutes": "--minutes",
     "rows": "--rows",
     "only": "--filter",
 }
 # They change weights, samples or steps. A base model in another precision trains the same, less exactly.
 INCOMPARABLE = frozenset((*FIXED, *FIXED_IN_EFFECT)) - {"memory.weight_dtype"}
-WRITTEN = {"save": "--save", "best": "--export-preset", "rows": "--rows"}
+WRITTEN = {"save": "--save", "export_preset": "--export-preset", "rows": "--rows"}
 
 
 def wrong_arguments(arguments: argparse.Namespace) -> list[Problem]:

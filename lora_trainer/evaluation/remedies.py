@@ -48,7 +48,7 @@ PRESERVE = "Train with loss.output_preservation_weight=1 in every step"
 REMEDIES: Mapping[str, Remedy] = {
     "works": Remedy("Export or train it again."),
     "shows": Remedy(
-        "If all captions are alike, describe each image to keep surroundings apart.",
+        "Compare the worst samples with the nearest images of the dataset.",
         longer="Train longer.",
         gentler=SLOWER,
         less=SLOWER,

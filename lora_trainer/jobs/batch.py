@@ -69,7 +69,7 @@ class BatchOrder:
 
     @property
     def output(self) -> Path:
-        return Path(self.resolved.config.run.output)
+        return Path(self.resolved.config.run.output).expanduser()
 
 
 def run_batch(order: BatchOrder, console: Console) -> int:

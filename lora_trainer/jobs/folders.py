@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.config.layers import Layer, Resolved, file_layer
+from lora_trainer.config.paths import changed, path_settings
 from lora_trainer.config.toml import EMPTY
 from lora_trainer.core.errors import Problem, UsageError
 from lora_trainer.data.sources.names import SETTINGS_FILE, is_image
 from lora_trainer.run.bases.names import as_hub_part, local_path
 from lora_trainer.run.settings import settle
 
+if TYPE_CHECKING:
+    from lora_trainer.config.schema.types import PathKind
+
 CONFIG_ENDING = ".toml"
-PATHS = (
-    ("model", "path"),
-    ("model", "vae"),
-    ("model", "text_encoders"),
-    ("cache", "dir"),
-)  # in a folder's file they are meant from that folder
 THE_BATCH_DECIDES = (
     ("data", "sources"),
     ("run", "output"),
@@ -161,10 +159,15 @@ def folder_values(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     values = dict(file_layer(SETTINGS_FILE, path).values)
-    for section, key in PATHS:
-        place = values.get(section)
-        if isinstance(place, dict) and isinstance(place.get(key), str) and place[key] != EMPTY:
-            inside = folder / local_path(place[key])
-            if inside.exists() or as_hub_part(place[key]) is None:
-                values[section] = {**place, key: str(inside.resolve())}
+
+    def from_folder(kind: PathKind, text: str) -> str:
+        inside = folder / local_path(text)
+        is_hub_part = kind.has_hub and not inside.exists() and as_hub_part(text) is not None
+        return text if text == EMPTY or is_hub_part else str(inside.resolve())
+
+    for name, kind in path_settings().items():
+        section, key = name.split(".")
+        own = values.get(section)
+        if isinstance(own, dict) and key in own and (section, key) not in THE_BATCH_DECIDES:
+            values[section] = {**own, key: changed(own[key], kind, from_folder)}
     return values

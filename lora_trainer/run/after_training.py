@@ -36,7 +36,6 @@ from lora_trainer.run.release import (
     report_verdict,
     training_facts,
     untrained_word,
-    untrained_words,
 )
 from lora_trainer.run.round_trip import kept_decibels
 from lora_trainer.run.sampling import draw_comparison, shown_images, triggers
@@ -73,7 +72,10 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
     released = choose_released(config, run.checkpoints, state, run.context)
     facts = training_facts(session, name, released.step, record.started)
     weights = lora_weights(config, session.inputs.family, released.weights)
-    untrained = untrained_words(config.textual_inversion.placeholder_tokens, session.inputs.train)
+    # Learned tokens that are in no trained text: their embeddings did not change.
+    texts = {text.lower() for sample in session.inputs.train for text in sample.texts}
+    tokens_learned = config.textual_inversion.placeholder_tokens
+    untrained = tuple(word for word in tokens_learned if not any(word.lower() in text for text in texts))
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]
     export = partial(export_lora, session, folder, weights, facts, run.context.built.shapes)

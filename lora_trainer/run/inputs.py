@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from lora_trainer.builtin import BASE_FOLDER, DATA_FOLDER
+from lora_trainer.config.paths import with_paths
 from lora_trainer.config.schema import CaptionsSection, Config, SourceSection
 from lora_trainer.core.errors import Problem, UsageError, gathering, known_as
 from lora_trainer.core.families import families
@@ -33,12 +34,12 @@ from lora_trainer.models.folder import read_config, without_weights
 from lora_trainer.models.single.tokenizers import clip_words, count_clip_tokens
 from lora_trainer.run.bases.find import describe_model, find_base, on_stderr
 from lora_trainer.run.bases.names import absolute
-from lora_trainer.run.bases.programs import TITLES
 from lora_trainer.run.class_images import planned_class_images
 from lora_trainer.run.counting import counting
 from lora_trainer.run.reading import reading, refuse_lacking
 
 if TYPE_CHECKING:
+    from lora_trainer.config.schema.types import PathKind
     from lora_trainer.data.buckets import Bucket
     from lora_trainer.data.sample import Manifest, Sample
 
@@ -113,49 +114,14 @@ def caption_rules(config: Config) -> tuple[CaptionsSection, ...]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The same config, good from any folder."""
-    places = {name: getattr(config.model, name) for name in ("path", "vae", "text_encoders")}
-    model: dict[str, Any] = {name: absolute(place) for name, place in places.items() if place is not None}
-    model["training_adapter"] = absolute_file(config.model.training_adapter)
-    model["loras"] = {absolute_file(path): weight for path, weight in config.model.loras.items()}
-    sources = tuple(source.model_copy(update=_absolute(source)) for source in config.data.sources)
-    scratch = config.checkpoint.scratch
-    if scratch != "auto":
-        scratch = absolute_file(scratch)
-    copy_to = config.run.copy_to
-    if copy_to not in TITLES:
-        copy_to = absolute_file(copy_to)
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "lora": config.lora.model_copy(update={"network_weights": absolute_file(config.lora.network_weights)}),
-            "data": config.data.model_copy(update={"sources": sources}),
-            "cache": config.cache.model_copy(update={"dir": absolute_file(config.cache.dir)}),
-            "gates": config.gates.model_copy(
-                update={"encoder": config.gates.encoder and absolute(config.gates.encoder)}
-            ),
-            "sample": config.sample.model_copy(
-                update={"control_images": tuple(map(absolute_file, config.sample.control_images))}
-            ),
-            "checkpoint": config.checkpoint.model_copy(update={"scratch": scratch}),
-            "run": config.run.model_copy(update={"output": str(Path(config.run.output).resolve()), "copy_to": copy_to}),
-        }
-    )
+    """The same config, good from any folder. Ids of a hub and addresses stay."""
 
+    def absolute_path(kind: PathKind, text: str) -> str:
+        if is_url(text):
+            return text
+        return absolute(text) if kind.has_hub else str(Path(text).expanduser().resolve())
 
-def absolute_file(path: str | None) -> str | None:
-    """A path from the root of the disk; None stays None."""
-    return path and str(Path(path).expanduser().resolve())
-
-
-def _absolute(source: SourceSection) -> dict[str, str | tuple[str | None, ...] | None]:
-    """The paths of a source that are set, from the root of the disk."""
-    found = {"path": source.path, "captions_file": source.captions_file}
-    if source.masks != "alpha":
-        found["masks"] = source.masks
-    controls = tuple(each if is_url(each) else absolute_file(each) for each in source.control_images)
-    places = {name: path if path and is_url(path) else absolute_file(path) for name, path in found.items()}
-    return {"control_images": controls} | places
+    return with_paths(config, absolute_path)
 
 
 def read_model(

@@ -95,7 +95,7 @@ def run_folder(config: Config) -> Path:
     if (size := len(os.fsencode(name))) > LONGEST_NAME:
         message = f"--name {name[:40]}… has {size} bytes; its files' names leave room for {LONGEST_NAME}."
         raise UsageError(Problem("name_too_long", message, "Use a shorter one."))
-    return Path(config.run.output) / name
+    return Path(config.run.output).expanduser() / name
 
 
 def _holds(name: str) -> bool:

@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,10 @@ def loras_folder(target: str) -> Path:
     folder = Path(target).expanduser()
     if not folder.is_dir():
         message = f"run.copy_to is {target}, which is no folder."
+        near = get_close_matches(target.lower(), (COMFYUI, FORGE), n=1)
         fix = f"Name {COMFYUI}, {FORGE}, the folder of one of them, or a folder for LoRA files."
+        if near:
+            fix = f"Did you mean {near[0]}? Else name a folder for LoRA files."
         raise UsageError(Problem("folder_missing", message, fix))
     kind = next((kind for kind in TITLES if is_program(kind, folder)), None)
     return folder if kind is None else Program(kind, folder).loras

@@ -40,11 +40,10 @@ from lora_trainer.training.checkpoints.best import read_best
 from lora_trainer.training.checkpoints.checkpoint import step_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from lora_trainer.config.schema import Config
-    from lora_trainer.data.sample import Sample
     from lora_trainer.diffusion.process import Process
     from lora_trainer.evaluation.evidence import RealImages
     from lora_trainer.evaluation.lora_report import LoraReport
@@ -109,12 +108,6 @@ def lora_weights(config: Config, family: Family, trained: Mapping[str, Tensor]) 
         else {}
     )
     return AdapterWeights(found, embeddings=words)
-
-
-def untrained_words(words: Sequence[str], train: Sequence[Sample]) -> tuple[str, ...]:
-    """Learned tokens that are in no trained text: their embeddings did not change."""
-    texts = {text.lower() for sample in train for text in sample.texts} if words else ()
-    return tuple(word for word in words if not any(word.lower() in text for text in texts))
 
 
 def untrained_word(word: str) -> Finding:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from lora_trainer.config.layers import Layer
+from lora_trainer.config.paths import path_settings, source_paths
 from lora_trainer.config.presets import AUTO, preset_layers
 from lora_trainer.config.toml import EMPTY, read_toml, settings_like
 from lora_trainer.core.errors import Problem, UsageError
@@ -16,18 +17,11 @@ from lora_trainer.data.images.remote import is_url
 from lora_trainer.run.bases.names import as_hub_part
 from lora_trainer.web.safety import Refusal, allowed
 
+if TYPE_CHECKING:
+    from lora_trainer.config.schema.types import PathKind
+
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 PAGE = "page"  # the layer of what a request sets; `from page` in messages
-# Settings that name files, in text, a list or as keys of a table, and those of a source.
-PLACES = (
-    *("model.path", "model.vae", "model.text_encoders", "model.training_adapter", "model.loras", "cache.dir"),
-    *("lora.network_weights", "checkpoint.scratch", "sample.control_images", "gates.encoder"),
-    "run.copy_to",
-)
-NAMES = (("checkpoint.scratch", "auto"), ("run.copy_to", "comfyui"), ("run.copy_to", "forge"))  # no paths
-HUB_PARTS = ("model.path", "model.vae", "model.text_encoders", "gates.encoder")
-OF_SOURCES = ("path", "captions_file", "masks", "control_images")
-ALPHA = "alpha"  # masks of the images' own
 # A page must not run commands; the server knows where runs are.
 NOT_HERE = {
     "run.on_finish": "Set it in a config that you train in a terminal.",
@@ -99,11 +93,9 @@ def needs_gpu(asked: AskedSettings) -> bool:
 def refuse_outside(values: Iterable[Mapping[str, Any]], roots: Sequence[Path], problems: list[Problem]) -> None:
     """Add a problem for each path outside of the allowed roots, and each command, in settings by section."""
     for layer in values:
-        for name, text in named_places(layer):
-            if (name, text) in NAMES:
-                continue
+        for kind, text in named_places(layer):
             is_elsewhere = text in ("", EMPTY) or text.startswith(("http://", "https://")) or is_url(text)
-            if is_elsewhere or ("\0" not in text and name in HUB_PARTS and as_hub_part(text) is not None):
+            if is_elsewhere or ("\0" not in text and kind.has_hub and as_hub_part(text) is not None):
                 continue
             try:
                 allowed(text, roots)
@@ -117,20 +109,21 @@ def refuse_outside(values: Iterable[Mapping[str, Any]], roots: Sequence[Path], p
         )
 
 
-def named_places(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Setting and path of every file and folder that settings by section name."""
-    for name in PLACES:
+def named_places(values: Mapping[str, Any]) -> Iterator[tuple[PathKind, str]]:
+    """Every file and folder that settings by section name, and how they name it. Words that are no path are left out."""
+    named: list[tuple[PathKind, Any]] = []
+    for name, kind in path_settings().items():
         section, _, key = name.partition(".")
         of_section = values.get(section)
         if isinstance(of_section, Mapping):
-            yield from ((name, text) for text in texts_in(of_section.get(key)))
+            named.append((kind, of_section.get(key)))
     data = values.get("data")
     sources = data.get("sources") if isinstance(data, Mapping) else None
-    yield from (("data.sources", text) for text in texts_in(sources))
-    tables = sources if isinstance(sources, list | tuple) else [sources]
-    for source in (each for each in tables if isinstance(each, Mapping)):
-        for key in OF_SOURCES:
-            yield from (("data.sources", text) for text in texts_in(source.get(key)) if (key, text) != ("masks", ALPHA))
+    named.append((source_paths()["path"], sources))
+    for source in sources if isinstance(sources, list | tuple) else [sources]:
+        if isinstance(source, Mapping):
+            named += [(kind, source.get(key)) for key, kind in source_paths().items()]
+    yield from ((kind, text) for kind, value in named for text in texts_in(value) if text not in kind.words)
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.benchmarks.baseline import held_against
-from lora_trainer.benchmarks.trials.specs import SPECS, TableRow, beside, row_of_document
+from lora_trainer.benchmarks.baseline import compare_with_baseline
+from lora_trainer.benchmarks.measures import Row
+from lora_trainer.benchmarks.table_rows import COLUMNS, SPECS, compare_with
 from lora_trainer.core.errors import UsageError
 from lora_trainer.core.findings import counted
 from lora_trainer.core.io import write_text
@@ -116,11 +117,14 @@ def write_pages(root: Path, lines: Sequence[Line]) -> list[str]:
 
 def section(lines: Sequence[Line], device: str, versions: Mapping[str, str]) -> str:
     """What was measured, as tables."""
-    from lora_trainer.benchmarks.trials.table import markdown
-
     done = [line for line in lines if "rows" in line]
     own = {part: [row for line in done if line["part"] == part for row in line["rows"]] for part in PARTS}
-    found = [f"`python scripts/gpu_minutes.py` on {device}. Rows of steps:", "", markdown(table_rows(done), device), ""]
+    found = [
+        f"`python scripts/gpu_minutes.py` on {device}. Rows of steps:",
+        "",
+        markdown(table_rows(done), device, versions),
+        "",
+    ]
     plain = [row for part in ("machine", "run", "tests", "memory", "quantized") for row in own[part] if is_plain(row)]
     found += ["| what | as it should be | figures |", "|---|---|---|"]
     found += [f"| {row['name']} | {'yes' if row['is_right'] else '**no**'} | {figures(row)} |" for row in plain]
@@ -136,16 +140,28 @@ def section(lines: Sequence[Line], device: str, versions: Mapping[str, str]) -> 
     return "\n".join([*found, *(["", f"Not measured: {'; '.join(without)}."] if without else [])])
 
 
+def markdown(rows: Sequence[Row], device: str, versions: Mapping[str, str]) -> str:
+    """The rows of `bench table` as a table."""
+    titles = ["row", *(title for title, _ in COLUMNS)]
+    lines = [f"{device}, " + json.dumps(versions).strip("{}").replace('"', ""), ""]
+    lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for row in rows:
+        cells = [row.name, row["failed"]] if row["failed"] else [row.name, *(cell(row) for _, cell in COLUMNS)]
+        cells += [""] * (len(titles) - len(cells))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def is_plain(row: Mapping[str, Any]) -> bool:
     """Whether a row is none of the table's."""
     return row["name"] not in SPEC_OF
 
 
-def table_rows(done: Sequence[Line]) -> list[TableRow]:
+def table_rows(done: Sequence[Line]) -> list[Row]:
     """The rows of `bench table`, each held against the one that it names."""
     found = [row for line in done if line["part"] in ROW_PARTS for row in line["rows"] if not is_plain(row)]
-    rows = {row["name"]: row_of_document(row) for row in found}
-    return [beside(row, rows.get(SPEC_OF[name].like or "")) for name, row in rows.items()]
+    rows = {row["name"]: Row.from_json(row) for row in found}
+    return [compare_with(row, rows.get(SPEC_OF[name].like or "")) for name, row in rows.items()]
 
 
 def checked(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -157,8 +173,9 @@ def checked(lines: Sequence[Line]) -> list[dict[str, Any]]:
         for row in line.get("rows", ()):
             if (own := compared.get(row["name"])) is not None:
                 bound = SPEC_OF[own.name].loss_bound
-                is_near = bound is None or own.loss_mean is None or own.loss_mean <= bound
-                row = {**row, "ratio": own.ratio, "loss_mean": own.loss_mean, "is_right": row["is_right"] and is_near}
+                loss_mean = own["loss_mean"]
+                is_near = bound is None or loss_mean is None or loss_mean <= bound
+                row = {**row, "ratio": own.ratio, "loss_mean": loss_mean, "is_right": row["is_right"] and is_near}
             rows.append(row)
         found.append({**line, "rows": rows} if "rows" in line else dict(line))
     return found
@@ -202,7 +219,7 @@ def baseline_of(done: Sequence[Line]) -> dict[str, Any]:
         for row in line["rows"]
         if row.get("shape", ALL_LAYERS) == ALL_LAYERS
     ]
-    rows = [*(vars(row) for row in table_rows(done) if row.failed is None), *others]
+    rows = [*(row.to_json() for row in table_rows(done) if row["failed"] is None), *others]
     kept = [{name: rounded(row.get(name)) for name in names} for row in rows]
     return {"device": done[-1]["device"], "versions": done[-1]["versions"], "rows": kept}
 
@@ -218,7 +235,7 @@ def regressed(root: Path, lines: Sequence[Line]) -> list[str]:
     if stored is None or not done or stored["device"] != done[-1]["device"]:
         return []
     try:
-        _, problems = held_against(stored, baseline_of(done))
+        _, problems = compare_with_baseline(stored, baseline_of(done))
     except UsageError:  # none of its rows was measured
         return []
     return [f"worse: {problem.message}" for problem in problems]

@@ -1,6 +1,6 @@
 """What is measured, in the order of its worth, with the seconds that each task should take on an H100. No torch.
 
-The rows of steps are those of `lora-trainer bench table`: `lora_trainer/benchmarks/trials/rows.toml`.
+The rows of steps are those of `lora-trainer bench table`: `lora_trainer/benchmarks/table_rows.toml`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lora_trainer.benchmarks.trials.specs import SPECS, Spec
+from lora_trainer.benchmarks.table_rows import SPECS, Spec
 
 PARTS: Mapping[str, str] = {
     "machine": "imports, and what `lora-trainer doctor` finds",
@@ -68,7 +68,7 @@ def task_of(spec: Spec) -> Task:
     """The task of a row of the table."""
     needs = ("diffusers", "peft", "bitsandbytes") if "nf4" in spec.settings.values() else ("diffusers", "peft")
     limit = min(spec.seconds, 2 * spec.expected + 20)
-    return Task(spec.name, spec.part, spec.expected, limit, WORK + "measure_row", {"name": spec.name}, needs)
+    return Task(spec.name, spec.part, spec.expected, limit, WORK + "measure_table_row", {"name": spec.name}, needs)
 
 
 def simulated(tasks: Iterable[Task], seconds: float) -> tuple[list[tuple[Task, float]], list[Task]]:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.benchmarks.device import device_name
-from lora_trainer.benchmarks.measures import MEASURES, RequestedMeasure
-from lora_trainer.benchmarks.trials.specs import SPECS, TableRow
+from lora_trainer.benchmarks.measures import MEASURES, RequestedMeasure, Row
+from lora_trainer.benchmarks.table_rows import SPECS
 from lora_trainer.core.errors import Problem, UsageError, first_line, is_out_of_memory
 from lora_trainer.core.hardware import cuda_memory_gib, package_versions
 from lora_trainer.core.imports import hide, own_process
@@ -214,7 +213,7 @@ def try_cap(*, rehearse: bool) -> Rows:
     """Whether a process that passes its cap is stopped: without that the capped rows show nothing."""
     if rehearse:
         raise UsageError(Problem("no_gpu", "A CPU has no cap to try.", "Measure on a GPU."))
-    from lora_trainer.benchmarks.trials.cap import prove_cap
+    from lora_trainer.benchmarks.measure_row import prove_cap
 
     with tempfile.TemporaryDirectory() as folder:
         prove_cap(str(Path(folder) / "cap.json"))
@@ -222,9 +221,9 @@ def try_cap(*, rehearse: bool) -> Rows:
     return [{"name": "more than the cap raises", "is_right": found["holds"], **found}]
 
 
-def measure_row(name: str, *, rehearse: bool) -> Rows:
+def measure_table_row(name: str, *, rehearse: bool) -> Rows:
     """A row of `bench table`. One that is capped and runs out of memory is a result: the plan was wrong."""
-    from lora_trainer.benchmarks.trials.row import Asking, measured_row
+    from lora_trainer.benchmarks.measure_row import RowSettings, measure_row
     from lora_trainer.core.hardware import free_memory
     from lora_trainer.training.processes import join_processes
 
@@ -239,16 +238,16 @@ def measure_row(name: str, *, rehearse: bool) -> Rows:
             )
         )
     warm_up, steps = (2, 4) if spec.part == "memory" else (5, 15)
-    asking = Asking(1, 2, tiny=True) if rehearse else Asking(warm_up, steps)
+    how = RowSettings(1, 2, tiny=True) if rehearse else RowSettings(warm_up, steps)
     try:
-        row = measured_row(spec, asking)
+        row = measure_row(spec, how)
     except Exception as error:
         if spec.cap_gib is None or not is_out_of_memory(error):
             raise
-        row = TableRow(spec.name, spec.family, failed=f"out of memory: {first_line(error)}")
+        row = Row(spec.name, spec.family, figures={"failed": f"out of memory: {first_line(error)}"})
     finally:
         free_memory(join_processes().device)
-    return [{**asdict(row), "is_right": row.failed is None}]
+    return [{**row.to_json(), "is_right": row["failed"] is None}]
 
 
 def compare_layers(*, rehearse: bool) -> Rows:
@@ -299,11 +298,11 @@ def time_attention(family: str, *, rehearse: bool) -> Rows:
 
 def time_together(family: str, *, rehearse: bool) -> Rows:
     """`bench together`: 1, 2, 4 and 8 LoRAs on one base model."""
-    return bench("together", family, 2 if rehearse else 4, rehearse=rehearse, only="as set")
+    return bench("together", family, 2 if rehearse else 4, rehearse=rehearse)
 
 
-def bench(what: str, family: str, steps: int, *, rehearse: bool, only: str | None = None) -> Rows:
-    from lora_trainer.benchmarks.trials.row import laid
+def bench(what: str, family: str, steps: int, *, rehearse: bool) -> Rows:
+    from lora_trainer.benchmarks.measure_row import settle_settings
     from lora_trainer.run.inputs import data_in_use
 
     values: dict[str, Any] = {"model.family": family, "lora.rank": 16, "lora.target_modules": "attention"}
@@ -311,12 +310,12 @@ def bench(what: str, family: str, steps: int, *, rehearse: bool, only: str | Non
     if rehearse:
         values |= {"data.resolution": 64 if family == "sd15" else 128, "memory.weight_dtype": "fp32"}
     with data_in_use():
-        asked = RequestedMeasure(laid(values), steps, tiny=rehearse, subjects=("own",), only=only)
-        report = MEASURES[what](asked)
+        request = RequestedMeasure(settle_settings(values), steps, tiny=rehearse, subjects=("own",))
+        report = MEASURES[what](request)
     for note in report.notes:
         print(note)
     return rows_with(report.rows)
 
 
 def rows_with(rows: Sequence[Any]) -> Rows:
-    return [{**asdict(row), "is_right": True} for row in rows]
+    return [{**row.to_json(), "is_right": True} for row in rows]

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from lora_trainer.benchmarks import turns
+from lora_trainer.benchmarks import interleaved
 from lora_trainer.monitor import device_rates
 
 
 @pytest.fixture(autouse=True)
 def nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "little_garbage", nullcontext)
+    monkeypatch.setattr(interleaved, "freeze_garbage", nullcontext)
     monkeypatch.setitem(device_rates.SIDES, "cpu", 128)

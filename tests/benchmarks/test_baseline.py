@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.benchmarks import bench_cache
-from lora_trainer.benchmarks.baseline import held_against, read_baseline
+from lora_trainer.benchmarks.baseline import compare_with_baseline, read_baseline
 from lora_trainer.cli.main import main
 from lora_trainer.core.errors import UsageError
 from tests.recipes.recipe import patched
@@ -36,17 +36,17 @@ def document(device: str = "A GPU", **changed: Any) -> dict[str, Any]:
     ],
 )
 def test_a_regression_of_five_percent_is_reported_with_both_figures(changed, device, worse):
-    messages, found = held_against(document(device), document(device, **changed))
+    messages, found = compare_with_baseline(document(device), document(device, **changed))
     assert messages == []
     assert [problem.message for problem in found] == [f"ours of m: {each}." for each in worse]
 
 
 def test_rows_in_only_one_document_are_reported(tmp_path):
     two = {"device": "d", "rows": [ROW, {**ROW, "name": "usual"}]}
-    assert held_against(two, document("d"))[0] == ["usual of m: in the baseline only"]
-    assert held_against(document("d"), two)[0] == ["usual of m: not in the baseline"]
+    assert compare_with_baseline(two, document("d"))[0] == ["usual of m: in the baseline only"]
+    assert compare_with_baseline(document("d"), two)[0] == ["usual of m: not in the baseline"]
     with pytest.raises(UsageError, match="none of the rows"):
-        held_against(document("d", name="other"), document("d"))
+        compare_with_baseline(document("d", name="other"), document("d"))
 
 
 def test_another_device_is_refused_with_both_names(tmp_path: Path):

@@ -12,10 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_trainer.benchmarks import bench, bench_loader, best, measures, subject, turns, versus
-from lora_trainer.benchmarks.measures import COLUMNS, SMALL, SUBJECTS, Report
-from lora_trainer.benchmarks.trials import adapters
-from lora_trainer.benchmarks.trials.steps import changed
+from lora_trainer.benchmarks import (
+    bench_adapters,
+    bench_loader,
+    bench_model,
+    bench_step,
+    compare_settings,
+    fastest_settings,
+    interleaved,
+    measures,
+)
+from lora_trainer.benchmarks.measures import COLUMNS, SMALL, SUBJECTS, Report, Row, change
 from lora_trainer.cli.bench import legend, tables_that_fit
 from lora_trainer.cli.bench_checks import settings_of
 from lora_trainer.cli.main import main
@@ -42,11 +49,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (bench, bench_loader, turns):
+    for module in (bench_step, bench_loader, compare_settings, interleaved):
         monkeypatch.setattr(module, "WARM_UP", 1)
-    monkeypatch.setattr(bench, "SPLIT_STEPS", 1)
-    monkeypatch.setattr(bench, "PEAK_STEPS", 1)
-    monkeypatch.setattr(versus, "FIRST", 5)
+    monkeypatch.setattr(bench_step, "PEAK_STEPS", 1)
+    monkeypatch.setattr(compare_settings, "FIRST", 5)
 
 
 def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
@@ -64,7 +70,7 @@ def test_every_variant_of_a_step_is_measured_next_to_the_plain_one(place, precis
     arguments = place.arguments("x", command="bench", memory__weight_dtype=precision)
     rows = measured([arguments[0], "step", *arguments[1:]], capsys)
     assert list(rows) == ["bare", "ours", "usual", "usual_cached"]
-    lines = list(legend(bench.ABOUT, list(rows), COLUMNS))
+    lines = list(legend(bench_step.ABOUT, list(rows), COLUMNS))
     assert [line.split()[0] for line in lines] == [*rows, "ratio", "p10,"]
     assert rows["bare"]["ratio"] == 1.0
     assert [row["encodes"] for row in rows.values()] == [False, False, True, False]
@@ -76,12 +82,6 @@ def test_every_variant_of_a_step_is_measured_next_to_the_plain_one(place, precis
         assert row["mfu"] > 0
         assert row["cpu_ratio"] > 0
     assert rows["bare"]["cpu_ratio"] == 1.0
-    assert all(
-        rows[name]["split"][part] > 0
-        for name in ("bare", "ours")
-        for part in ("data", "forward", "backward", "optimizer")
-    )
-    assert rows["usual"]["split"] is None
     assert not place.folder("x").exists()
 
 
@@ -95,15 +95,15 @@ def test_the_reference_loop_encodes_the_same_captions(place, monkeypatch, tmp_pa
     }
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", **settings)
     seen: list[object] = []
-    monkeypatch.setattr(bench, "measure", lambda request: seen.append(request) or Report([], {}))
+    monkeypatch.setattr(bench_step, "measure", lambda request: seen.append(request) or Report([], {}))
     assert main([arguments[0], "step", *arguments[1:]]) == 0
-    measured_of = subject.subject_of(seen[0].resolved, tmp_path)
-    encode = measured_of.load_encode()
+    model = bench_model.build_bench_model(seen[0].resolved, tmp_path)
+    encode = model.load_encoders()
     monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
     monkeypatch.setattr(feed, "make_micro_batch", lambda batch, *_: batch)
     sizes = set()
     for number in range(4):
-        for (latents, cond), batch in zip(encode(number), measured_of.micros(number), strict=True):
+        for (latents, cond), batch in zip(encode(number), model.micros(number), strict=True):
             assert torch.allclose(latents, batch.mean.float(), atol=1e-2)
             assert cond.keys() == batch.cond.keys()
             assert all(torch.allclose(value, batch.cond[name].float(), atol=1e-2) for name, value in cond.items())
@@ -113,7 +113,7 @@ def test_the_reference_loop_encodes_the_same_captions(place, monkeypatch, tmp_pa
 
 def test_random_samples_do_not_depend_on_splitting(tmp_path):
     whole, parts = (
-        subject.public_subject(
+        bench_model.public_model(
             settle(
                 [],
                 [Layer("test", {**TINY_SD15, "train": {"effective_batch_size": 4, "max_micro_batch_size": micro}})],
@@ -151,7 +151,7 @@ def test_a_signal_in_a_measured_step_ends_the_command(place, number, code, at, m
 
 @pytest.mark.skipif(os.name != "posix", reason="os.kill ends the process elsewhere")
 def test_a_signal_in_a_trained_run_ends_the_command(place, monkeypatch, capsys):
-    train_step, make_order, orders = fallbacks.train_step, adapters.make_order, []
+    train_step, make_order, orders = fallbacks.train_step, bench_adapters.make_order, []
 
     def step_then_signal(*args: object) -> object:
         if orders:
@@ -163,7 +163,7 @@ def test_a_signal_in_a_trained_run_ends_the_command(place, monkeypatch, capsys):
         return make_order(*args, **named)
 
     monkeypatch.setattr(fallbacks, "train_step", step_then_signal)
-    monkeypatch.setattr(adapters, "make_order", note_order)
+    monkeypatch.setattr(bench_adapters, "make_order", note_order)
     arguments = place.arguments("x", command="bench", data__resolution=64)
     wanted = ["--steps", "4", "--filter", "oft", "--subject", "own"]
     assert main([arguments[0], "adapters", *arguments[1:], *wanted]) == 143
@@ -191,7 +191,7 @@ def test_a_family_without_a_model_is_its_public_architecture(capsys):
 
 def test_the_device_name_includes_the_number_of_threads(monkeypatch, capsys):
     before = torch.get_num_threads()
-    monkeypatch.setattr(bench, "measure", lambda request: Report([], {}))
+    monkeypatch.setattr(bench_step, "measure", lambda request: Report([], {}))
     try:
         assert main(["bench", "step", "--json", "--set", f"hardware.threads={before + 1}"]) == 0
     finally:
@@ -202,9 +202,9 @@ def test_the_device_name_includes_the_number_of_threads(monkeypatch, capsys):
 @pytest.mark.slow
 def test_several_models_are_measured_in_one_call(place, capsys):
     arguments = place.arguments("x", command="bench", memory__weight_dtype="fp32", data__resolution=64)
-    small = subject.small_unet()
+    small = bench_model.small_unet()
     narrow = replace(small, denoiser={**small.denoiser, "block_out_channels": [32, 32, 32, 32]})
-    with patched(subject, "small_unet", lambda: narrow):
+    with patched(bench_model, "small_unet", lambda: narrow):
         assert main([arguments[0], "step", *arguments[1:], *"--subject own --subject small --steps 2".split()]) == 0
     output = capsys.readouterr().out
     assert output.index(f"{place.model.name} on ") < output.index("U-Net of 30 M weights")
@@ -213,13 +213,13 @@ def test_several_models_are_measured_in_one_call(place, capsys):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_tiny_model_takes_small_images_of_its_own_step(name):
     whole = public_architecture(name)
-    thin = subject.thinned(whole).facts
+    thin = bench_model.thin_architecture(whole).facts
     assert thin.pixel_step <= thin.resolution <= whole.facts.resolution / 8
     assert thin.resolution % thin.pixel_step == 0
 
 
 def test_the_small_model_has_the_size_in_its_name():
-    small = subject.small_unet()
+    small = bench_model.small_unet()
     with torch.device("meta"):
         denoiser = FAMILIES[small.facts.family].denoiser.make(small.denoiser)
     assert f"{small.facts.resolution} px" in SUBJECTS[SMALL]
@@ -271,39 +271,38 @@ def test_a_setting_that_loses_quality_fails(place, capsys):
 
 
 def test_quality_is_judged_by_the_interval_over_seeds():
-    row = versus.VersusRow("a=1", "m", 1.0, 1.0, 1.0, 1.0)
+    row = Row("a=1", "m", 1.0, 1.0, 1.0, 1.0)
     base = [[1.0, 1.0, 0.5, 0.5], [1.0, 1.0, 0.6, 0.6], [1.0, 1.0, 0.4, 0.4]]
 
     def judged(*factors: float) -> tuple[int, int]:
         """Numbers of problems and notes of losses that are so much higher in the later half, seed by seed."""
         pairs = [([9.0, 9.0, f * each[2], f * each[3]], each) for f, each in zip(factors, base, strict=True)]
-        lost, notes = versus.quality_of([versus.with_seeds(row, pairs)])
+        lost, notes = compare_settings.judge_quality([compare_settings.add_seeds(row, pairs)])
         return len(lost), len(notes)
 
     assert judged(1.05, 1.051, 1.049) == (1, 0)
     assert judged(1.001, 1.0, 0.999) == (0, 0)
     assert judged(0.8, 0.81, 0.79) == (0, 0), "better"
     assert judged(1.05, 0.9, 1.2) == (0, 1), "the seeds do not decide it"
-    assert versus.quality_of([row]) == ([], []), "one seed has no interval"
-    spoiled = versus.with_seeds(row, [([1.0, 1.0, None, 0.5], base[0]), (base[1], base[1])])
-    (problem,) = versus.quality_of([spoiled])[0]
+    assert compare_settings.judge_quality([row]) == ([], []), "one seed has no interval"
+    spoiled = compare_settings.add_seeds(row, [([1.0, 1.0, None, 0.5], base[0]), (base[1], base[1])])
+    (problem,) = compare_settings.judge_quality([spoiled])[0]
     assert "the loss is not finite" in problem.message
 
 
 def test_the_best_settings_are_a_config_file(place, tmp_path, capsys):
     """A setting without gain is skipped; one that is faster and learns the same is written with its figures."""
 
-    def row(name: str, ratio: float, off: float) -> versus.VersusRow:
-        spread = {"ratio_p10": ratio - 0.05, "ratio_p90": ratio + 0.05}
-        figures = {"peak_gib": 1.0, "loss_mean": off, "loss_most": off}
-        return versus.VersusRow(name, "m", ratio, ratio, ratio, ratio, **spread, **figures)
+    def row(name: str, ratio: float, off: float) -> Row:
+        figures = {"loss_mean": off, "loss_most": off}
+        return Row(name, "m", ratio, ratio, ratio, ratio, ratio - 0.05, ratio + 0.05, peak_gib=1.0, figures=figures)
 
     found = [row("ours", 1.0, 0.0), row("compile.enabled=true", 0.8, 0.001), row("memory.weight_dtype=int8", 0.5, 0.2)]
     found += [row("memory.gradient_checkpointing=false", 0.96, 0.0), row("loss.min_snr_gamma=5", 0.7, 0.0)]
     file = tmp_path / "best.toml"
     asked = [row.name for row in found[1:]]
     extra = [*(part for name in asked for part in ("--compare", name)), "--export-preset", str(file)]
-    with patched(best, "rows_versus", lambda *_: (found, [])):
+    with patched(fastest_settings, "compare_all", lambda *_, **__: (found, [])):
         assert main([*place.arguments("x", command="bench")[:1], "step", *extra, "--steps", "2"]) == 0
     assert "best.toml: compile.enabled=true" in capsys.readouterr().out
     text = file.read_text()
@@ -334,15 +333,15 @@ def test_the_best_settings_are_measured(place, tmp_path, capsys):
 
 @pytest.mark.parametrize(("seconds", "pays_from"), [(0.75, 120), (1.0, None), (1.25, None)])
 def test_compiled_blocks_pay_from_the_steps_that_were_measured(seconds, pays_from):
-    def taken(seconds: float, compile_seconds: float | None) -> versus.Taken:
-        return versus.Taken([seconds] * 10, [0.1] * 12, None, "m", 1, None, compile_seconds)
+    def side(seconds: float, compile_seconds: float | None) -> compare_settings.Side:
+        return compare_settings.Side("m", [seconds] * 10, [0.1] * 12, compile_seconds=compile_seconds)
 
-    _, row = versus.rows_of({"ours": taken(1.0, None), "compile.enabled=true": taken(seconds, 30.0)})
-    assert (row.compile_seconds, row.pays_from) == (30.0, pays_from)
-    note = versus.break_even_note(row)
+    _, row = compare_settings.compare_sides({"ours": side(1.0, None), "compile.enabled=true": side(seconds, 30.0)})
+    assert (row["compile_seconds"], row["pays_from"]) == (30.0, pays_from)
+    note = compare_settings.describe_break_even(row)
     assert ("compile.min_steps=120" in note) == (pays_from == 120)
-    _, row = versus.rows_of({"ours": taken(1.0, 30.0), "memory.weight_dtype=int8": taken(0.5, 30.0)})
-    assert row.compile_seconds is None, "both are compiled"
+    _, row = compare_settings.compare_sides({"ours": side(1.0, 30.0), "memory.weight_dtype=int8": side(0.5, 30.0)})
+    assert row["compile_seconds"] is None, "both are compiled"
 
 
 def test_a_training_preset_is_compared_by_its_own_settings(capsys):
@@ -351,7 +350,7 @@ def test_a_training_preset_is_compared_by_its_own_settings(capsys):
     assert problems == []
     assert (found["preset=quality"]["train.ema_decay"], found["preset=speed"]["loss.min_snr_gamma"]) == (0.999, "none")
     base = resolve([Layer("--set", {"model": {"family": "flux"}})])
-    with_preset = changed(base, found["preset=quality"], "preset=quality")
+    with_preset = change(base, found["preset=quality"], "preset=quality")
     assert with_preset.origin["train.ema_decay"] == "preset quality"
     assert suited(with_preset, "flow").config.loss.min_snr_gamma is None, "dropped as in a run"
     assert main(["bench", "step", "--compare", "preset=12gb", "--compare", "preset=qualty"]) == 2
@@ -389,10 +388,11 @@ def test_blocks_that_were_not_compiled_are_not_measured(tmp_path):
     wanted = whole.model_copy(update={"compile": whole.compile.model_copy(update={"enabled": True})})
 
     def why(compiled: object) -> str | None:
-        context = SimpleNamespace(device=torch.device("cpu"), compiled=compiled)
-        return versus.untaken(
-            wanted, whole, SimpleNamespace(context=context, said=("not compiled: no blocks",)), tmp_path
-        )
+        built = SimpleNamespace(notes=("not compiled: no blocks",))
+        context = SimpleNamespace(compiled=compiled, built=built)
+        resolved = SimpleNamespace(config=wanted)
+        model = SimpleNamespace(context=context, device=torch.device("cpu"), resolved=resolved)
+        return compare_settings.explain_no_effect(model, whole, tmp_path)
 
     assert why(None) == "not compiled: no blocks"
     assert why(SimpleNamespace(on=True)) is None
@@ -410,13 +410,13 @@ def test_a_table_that_is_too_wide_is_wrapped_and_not_truncated():
 
 
 def test_differences_within_noise_are_marked():
-    def row(name: str, low: float, ratio: float, high: float) -> bench.StepRow:
-        return bench.StepRow(name, "m", 1.0, 1.0, 1.0, ratio, ratio_p10=low, ratio_p90=high)
+    def row(name: str, low: float, ratio: float, high: float) -> Row:
+        return Row(name, "m", 1.0, 1.0, 1.0, ratio, low, high)
 
     rows = [row("bare", 1.0, 1.0, 1.0), row("ours", 0.9, 0.97, 1.2), row("usual", 1.1, 1.2, 1.3)]
     assert measures.too_noisy(rows) == ["ours: now quicker, now slower than bare: " + measures.NOISY]
-    assert bench.better_than_the_least(rows) == ["ours: quicker than bare, which does the least: " + measures.NOISY]
-    assert measures.too_noisy([rows[0], rows[2]]) == bench.better_than_the_least([rows[0], rows[2]]) == []
+    assert bench_step.quicker_than_bare(rows) == ["ours: quicker than bare, which does the least: " + measures.NOISY]
+    assert measures.too_noisy([rows[0], rows[2]]) == bench_step.quicker_than_bare([rows[0], rows[2]]) == []
 
 
 def test_a_wrong_setting_to_compare_is_named_with_the_nearest(capsys):

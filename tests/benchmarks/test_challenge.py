@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 import lora_trainer
-from lora_trainer.benchmarks.trials.challenge import (
+from lora_trainer.benchmarks.bench_challenge import (
     FULL,
     MINIATURE,
     RECORDS,
-    aimed,
+    aim_row,
     challenge_settings,
+    conclude,
     step_rows,
-    verdicts,
 )
-from lora_trainer.benchmarks.trials.row import laid
-from lora_trainer.benchmarks.trials.specs import TableRow
+from lora_trainer.benchmarks.measure_row import settle_settings
+from lora_trainer.benchmarks.measures import Row
 from lora_trainer.cli.main import main
 from tests.recipes.recipe import Bench, draw_images, save_tiny_model
 
@@ -41,7 +41,7 @@ def test_without_a_gpu_time_and_memory_are_predicted(monkeypatch, capsys):
         reason = next(note for note in document["notes"] if note.startswith(f"step, {record.gpu}: "))
         assert f"{record.share:.0%} are reached ({record.source})" in reason
     # Each is the plan's floor over the assumed share.
-    settings = challenge_settings(laid({}), "sdxl")
+    settings = challenge_settings(settle_settings({}), "sdxl")
     floor = lora_trainer.plan(settings=settings).to_json()["seconds_per_step_at_least"]
     found = {row["name"]: row["seconds_median"] for row in rows[: len(RECORDS)]}
     assert all(
@@ -66,12 +66,12 @@ def test_your_settings_win_and_what_is_missed_is_named(capsys):
 
 def test_a_row_that_does_not_exist(capsys):
     assert main(["bench", "challenge", "--filter", "speed"]) == 2
-    assert "Rows: step, peak, score." in capsys.readouterr().err
+    assert "There are: step, peak, score." in capsys.readouterr().err
 
 
 def test_the_score_of_a_family_is_not_measured(capsys, monkeypatch):
     """It is not that of the built-in miniature, which has a challenge of its own."""
-    monkeypatch.setattr("lora_trainer.benchmarks.trials.challenge.production_run", lambda asked: [])
+    monkeypatch.setattr("lora_trainer.benchmarks.bench_challenge.produce_run", lambda asked: [])
     rows = challenged(capsys, "--filter", "score")["rows"]
     assert [(row["name"], row["model"], row["how"], row["reached"]) for row in rows] == [
         ("score", "sdxl", "not measured", None),
@@ -83,26 +83,27 @@ def test_the_score_of_a_family_is_not_measured(capsys, monkeypatch):
 
 
 def test_the_miniature_has_aims_of_its_size():
-    step, peak = (aimed(name, "m", 1.5, "measured", "", MINIATURE) for name in ("step", "peak"))
-    assert (step.aim, step.reached, peak.unit, peak.reached) == (1.0, False, "MB", True)
+    step, peak = (aim_row(name, "m", 1.5, "measured", "", MINIATURE) for name in ("step", "peak"))
+    assert (step["aim"], step["reached"], peak["unit"], peak["reached"]) == (1.0, False, "MB", True)
     assert (MINIATURE.score, FULL.score) == (0.9, 0.9)
-    good = aimed("score", "m", 0.95, "measured", "", MINIATURE)
-    assert ["step" in line for line in verdicts([step, peak, good])] == [True]
+    good = aim_row("score", "m", 0.95, "measured", "", MINIATURE)
+    assert ["step" in line for line in conclude([step, peak, good])] == [True]
 
 
 def test_measured_steps_and_those_that_failed():
-    measured = TableRow("step", "sdxl", 1.5, 1.4, 1.6, peak_gib=3.0, reserved_gib=3.2, precision="fp8", checkpointed=18)
+    figures = {"reserved_gib": 3.2, "precision": "fp8", "checkpointed": 18}
+    measured = Row("step", "sdxl", 1.5, 1.4, 1.6, peak_gib=3.0, figures=figures)
     step, peak = step_rows(measured, "a GPU")
-    assert (step.found, step.seconds_p90, step.reached, step.how) == (1.5, 1.6, True, "measured")
-    assert peak.found == pytest.approx((3.2 + 0.7) * 2**30 / 1e9)
-    assert peak.reached
-    failed = step_rows(TableRow("step", "sdxl", failed="out of memory"), "a GPU")
-    assert {(row.found, row.reached, row.reason) for row in failed} == {(None, None, "out of memory")}
+    assert (step["found"], step.seconds_p90, step["reached"], step["how"]) == (1.5, 1.6, True, "measured")
+    assert peak["found"] == pytest.approx((3.2 + 0.7) * 2**30 / 1e9)
+    assert peak["reached"]
+    failed = step_rows(Row("step", "sdxl", figures={"failed": "out of memory"}), "a GPU")
+    assert {(row["found"], row["reached"], row["reason"]) for row in failed} == {(None, None, "out of memory")}
 
 
 def test_a_score_is_better_when_it_is_higher():
-    good, bad, none = (aimed("score", "m", found, "measured", "") for found in (0.95, 0.5, 0.0))
-    assert (good.reached, bad.reached, none.reached) == (True, False, False)
+    good, bad, none = (aim_row("score", "m", found, "measured", "") for found in (0.95, 0.5, 0.0))
+    assert (good["reached"], bad["reached"], none["reached"]) == (True, False, False)
     assert good.ratio is not None
     assert bad.ratio is not None
     assert good.ratio < 1 < bad.ratio

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import gpu_minutes
-from lora_trainer.benchmarks.trials.specs import SPECS
+from lora_trainer.benchmarks.table_rows import SPECS
 from minutes import pages, schedule
 from minutes.pages import NothingToWrite, regressed, summary, write_pages
 from minutes.schedule import Workers, run_tasks

@@ -26,7 +26,7 @@ from check_regressions import (
     golden_losses,
     main,
 )
-from lora_trainer.benchmarks import bench, bench_cache, turns
+from lora_trainer.benchmarks import bench_cache, bench_step, interleaved
 from lora_trainer.data.caches.entries import Store
 from lora_trainer.diffusion import loss
 from lora_trainer.memory_plan import estimate
@@ -118,7 +118,7 @@ def test_a_slower_step_fails(
     baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Planted: a sleep in the step of the trainer's own loop, as long as the step."""
-    for module, name in ((bench, "WARM_UP"), (turns, "WARM_UP"), (bench, "SPLIT_STEPS"), (bench, "PEAK_STEPS")):
+    for module, name in ((bench_step, "WARM_UP"), (interleaved, "WARM_UP"), (bench_step, "PEAK_STEPS")):
         monkeypatch.setattr(module, name, 1)
     document = json.loads(baseline.read_text("utf-8")) | {"speed": stored()["speed"]}
     baseline.write_text(json.dumps(document), encoding="utf-8")

@@ -15,7 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from transformers import T5Config, T5EncoderModel
 
-from lora_trainer.benchmarks.turns import little_garbage
+from lora_trainer.benchmarks.interleaved import freeze_garbage
 from lora_trainer.core.errors import UsageError
 from lora_trainer.data.buckets import Bucket
 from lora_trainer.models.detection import detect_family
@@ -336,7 +336,7 @@ def test_text_encoders_loaded_layer_by_layer_keep_the_files_precision(
         return product(layer, inputs)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", watched)
-    with little_garbage():  # what was there before is none of the objects that are looked through
+    with freeze_garbage():  # what was there before is none of the objects that are looked through
         embeds = offloaded_text(family.text, tmp_path / "flux", dtype, CPU)(CAPTIONS[:2])
     file = tmp_path / "flux" / "text_encoder_2" / "model.safetensors"
     assert times > 50

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.core.errors import UsageError
 from lora_trainer.core.families import families
 from lora_trainer.data.prompt_weights import parse_weights, plain
 from lora_trainer.evaluation.recipe import parameters, rows_of
 from lora_trainer.report.comfyui import workflow_of
-from lora_trainer.run.other_programs import copy_beside, file_of_model
+from lora_trainer.run.other_programs import copy_beside, file_of_model, loras_folder
 from tests.recipes.recipe import Bench, record
 
 
@@ -229,3 +230,11 @@ def test_the_file_of_a_model() -> None:
     assert file_of_model("stabilityai/stable-diffusion-xl-base-1.0") == "sd_xl_base_1.0.safetensors"
     assert file_of_model("/models/my_sd.safetensors") == "my_sd.safetensors"
     assert file_of_model("C:\\models\\my-sd") == "my-sd.safetensors"
+
+
+@pytest.mark.parametrize(("target", "meant"), [("comfui", "comfyui"), ("ComfyUi2", "comfyui"), ("forg", "forge")])
+def test_a_program_that_is_nearly_named_is_suggested(target: str, meant: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        loras_folder(target)
+    assert raised.value.problems[0].code == "folder_missing"
+    assert f"Did you mean {meant}?" in raised.value.problems[0].fix

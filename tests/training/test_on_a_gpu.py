@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from lora_trainer.benchmarks.trials import table
-from lora_trainer.benchmarks.trials.cap import prove_cap
+from lora_trainer.benchmarks.bench_table import run_in_child
+from lora_trainer.benchmarks.measure_row import prove_cap
 from lora_trainer.cli.main import main
 from lora_trainer.config.schema import Config, MemorySection
 from lora_trainer.data.loader import prefetch
@@ -74,7 +74,7 @@ def test_offloading_moves_activations_to_host_memory(capsys):
 
 
 def test_the_cap_of_a_capped_row_holds(tmp_path):
-    assert table.in_child(prove_cap, (), tmp_path / "cap.json", 120.0) == {"holds": True, "failed": None}
+    assert run_in_child(prove_cap, (), tmp_path / "cap.json", 120.0) == {"holds": True, "failed": None}
 
 
 def test_a_row_of_the_table_is_measured_in_a_process_of_its_own(tmp_path, capsys):

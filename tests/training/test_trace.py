@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_trainer.adapters.adapter_kinds import ADAPTERS
-from lora_trainer.benchmarks.trials.memory import own_tensors
+from lora_trainer.benchmarks.peak_memory import own_tensors
 from lora_trainer.memory_plan.trace import Counted, Subject, Watched, _micro_batch, make_subject, trace
 from lora_trainer.models.families import FAMILIES
 from lora_trainer.models.family import Architecture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from lora_trainer.config.schema.types import (
     ON,
+    PATH,
+    PATH_OR_HUB,
     Count,
     CountOrZero,
     CropName,
@@ -15,6 +17,7 @@ from lora_trainer.config.schema.types import (
     Flavor,
     LatentsDtype,
     NotNegative,
+    PathKind,
     Positive,
     PredictionType,
     Section,
@@ -23,6 +26,9 @@ from lora_trainer.config.schema.types import (
     setting,
 )
 
+# Of a source's fields that name files (`config/paths.py`).
+NAMES_FILES: Any = {"path": PATH}
+NAMES_MASKS: Any = {"path": PathKind(words=("alpha",))}
 OF_TAGS = {"captions.shuffle": ON, "captions.tag_dropout": ON}
 
 
@@ -33,6 +39,7 @@ class ModelSection(Section):
         None,
         "fixed in effect",
         "diffusers folder, one `.safetensors` checkpoint, or a hub id such as `owner/name` or `owner/name/file.safetensors`; empty means the built-in base model",
+        path=PATH_OR_HUB,
     )
     family: FamilyName | None = setting(None, "fixed in effect", "model family; detected from the files when empty")
     revision: str | None = setting(
@@ -42,11 +49,13 @@ class ModelSection(Section):
         None,
         "fixed in effect",
         "VAE to use instead of the model's own, with the same latents: a diffusers folder of it or of a whole model, one `.safetensors` file, or a hub id of either, such as `owner/name`; the commit used is written into `config.toml` as `owner/name@commit`",
+        path=PATH_OR_HUB,
     )
     text_encoders: str | None = setting(
         None,
         "fixed in effect",
         "folder with text encoders and tokenizers that the model lacks, such as a checkpoint without them: `text_encoder_2/`, `tokenizer_2/` and so on, as in a diffusers folder, or single `.safetensors` files of them; one such file; or a hub id of either",
+        path=PATH_OR_HUB,
     )
     flavor: Flavor | None = setting(
         None,
@@ -62,11 +71,13 @@ class ModelSection(Section):
         None,
         "fixed in effect",
         "LoRA file that is added to the model while training, and absent from images and from the LoRA: for distilled models, such as those called Turbo",
+        path=PATH,
     )
     loras: dict[str, Annotated[float, Field(ge=-10.0, le=10.0)]] = setting(
         {},
         "fixed in effect",
         'LoRA files that are merged into the base model, and the factor on each: `{"style.safetensors" = 0.8}`; training, validation, images and the gate all use that model, and the trained LoRA is for it',
+        path=PATH,
     )
     without_t5: bool = setting(
         False, "fixed in effect", "do not load the T5 text encoder, where the family works without it"
@@ -188,7 +199,8 @@ class SourceSection(Section):
     """One folder or file of images, with what differs from `[data]` and `[captions]`."""
 
     path: Annotated[str, Field(min_length=1)] = Field(
-        description="folder, file, or address of tar shards such as `https://host/cats-{000..099}.tar`"
+        description="folder, file, or address of tar shards such as `https://host/cats-{000..099}.tar`",
+        json_schema_extra=NAMES_FILES,
     )
     repeats: Positive | None = Field(
         None,
@@ -199,13 +211,20 @@ class SourceSection(Section):
         False, description="regularization images (prior preservation): as many of these as of the others in an epoch"
     )
     default_caption: str | None = Field(None, description="caption of images that have none")
-    captions_file: str | None = Field(None, description="one file with all captions: JSONL, JSON, CSV, Parquet or text")
+    captions_file: str | None = Field(
+        None,
+        description="one file with all captions: JSONL, JSON, CSV, Parquet or text",
+        json_schema_extra=NAMES_FILES,
+    )
     masks: str | None = Field(
-        None, description="where the loss counts: `alpha`, or a folder of gray images with the same names"
+        None,
+        description="where the loss counts: `alpha`, or a folder of gray images with the same names",
+        json_schema_extra=NAMES_MASKS,
     )
     control_images: tuple[str, ...] = Field(
         (),
         description="folders of control images with the same names, for edit models; each folder is one more control of every image; `before/*_0` names those of a folder that are numbered",
+        json_schema_extra=NAMES_FILES,
     )
     control_columns: tuple[str, ...] = Field(
         (), description="columns of the source's table that name control images, in place of folders or beside them"
@@ -281,7 +300,9 @@ class DataSection(Section):
 class CacheSection(Section):
     """Where latents and text embeddings are cached, and how much of them."""
 
-    dir: str | None = setting(None, "changes nothing", "folder of the caches; empty means the user's cache folder")
+    dir: str | None = setting(
+        None, "changes nothing", "folder of the caches; empty means the user's cache folder", path=PATH
+    )
     batch_size: Count = setting(4, "changes rounding", "images encoded at once")
     limit_gb: Positive = setting(
         50.0, "changes nothing", "size on disk above which the least recently used entries are deleted"

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lora_trainer.config.schema.types import (
     ON,
+    PATH,
     READS,
     AdapterName,
     CompressionName,
@@ -47,6 +48,7 @@ class LoraSection(Section):
         None,
         "fixed in effect",
         "file of any program to start from, of the kind `type`, its alpha included; its rank may be lower than `rank`",
+        path=PATH,
     )
     init_lora_weights: InitialWeightsName = setting(
         "default",

@@ -10,6 +10,8 @@ from lora_trainer.config.schema.types import (
     EMPTY,
     NOT_0,
     ON,
+    PATH,
+    PATH_OR_HUB,
     READS,
     CompareName,
     Count,
@@ -18,6 +20,7 @@ from lora_trainer.config.schema.types import (
     ExportWeightsName,
     LoraCheckName,
     NotNegative,
+    PathKind,
     Positive,
     Section,
     Share,
@@ -73,6 +76,7 @@ class CheckpointSection(Section):
         None,
         "changes nothing",
         "fast folder, such as `/dev/shm` or one on NVMe, that checkpoints are written to first; they are copied to the run's folder in the background; `auto` measures `/dev/shm`, the system's folder of temporary files and the run's folder, and takes the fastest",
+        path=PathKind(words=("auto",)),
     )
     scratch_limit_gb: Positive = setting(
         4.0,
@@ -128,6 +132,7 @@ class SampleSection(Section):
         (),
         "changes nothing",
         "control images of `sample.prompts` for edit models: those of the first prompt, then those of the second, as many for each as the model is trained with; empty means the dataset's",
+        path=PATH,
     )
     count: Count = setting(
         2, "changes nothing", "number of prompts taken from the dataset", needs={"sample.prompts": EMPTY}
@@ -172,6 +177,7 @@ class GatesSection(Section):
         None,
         "changes nothing",
         "image encoder that compares samples with the dataset beside the judge's own patterns: a folder of transformers such as DINOv2, CLIP or SigLIP in `.safetensors`, or a hub id such as `facebook/dinov2-base`",
+        path=PATH_OR_HUB,
     )
     unresolved: UnresolvedName = setting(
         "refuse",
@@ -212,7 +218,7 @@ class ProfileSection(Section):
 class RunSection(Section):
     """Name and place of the run, its trackers, and commands at its end."""
 
-    output: Annotated[str, Field(min_length=1)] = setting("runs", "changes nothing", "folder of runs")
+    output: Annotated[str, Field(min_length=1)] = setting("runs", "changes nothing", "folder of runs", path=PATH)
     name: Annotated[str, Field(min_length=1)] | None = setting(
         None, "changes nothing", "name of the run and its files; derived from the dataset when empty"
     )
@@ -245,6 +251,7 @@ class RunSection(Section):
         None,
         "changes nothing",
         "copy the finished LoRA for another program: `comfyui`, `forge` (A1111 too), or a folder; never over another file",
+        path=PathKind(words=("comfyui", "forge")),
     )
     on_finish: str | None = setting(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
@@ -75,10 +75,28 @@ Wanted = tuple[str | float, ...] | str
 Value = TypeVar("Value")
 
 
-def setting(default: Value, on_resume: OnResume, description: str, needs: Mapping[str, Wanted] | None = None) -> Value:
+class PathKind(NamedTuple):
+    """That a setting names a file or folder, or with `has_hub` the id of a hub. `words` are values that are no path."""
+
+    has_hub: bool = False
+    words: tuple[str, ...] = ()
+
+
+PATH, PATH_OR_HUB = PathKind(), PathKind(has_hub=True)
+
+
+def setting(
+    default: Value,
+    on_resume: OnResume,
+    description: str,
+    needs: Mapping[str, Wanted] | None = None,
+    *,
+    path: PathKind | None = None,
+) -> Value:
     """A field of a section: its default, what it means for a resumed run, what it is, and what it needs.
 
-    `needs` names the settings of which one must be as it says, else the field does nothing (`config/needs.py`).
+    `needs` names the settings of which one must be as it says, else the field does nothing (`config/needs.py`). `path` says that it
+    names files (`config/paths.py`).
     """
-    extra: Any = {"on_resume": on_resume, "needs": {**(needs or {})}}
+    extra: Any = {"on_resume": on_resume, "needs": {**(needs or {})}, "path": path}
     return Field(default, description=description, json_schema_extra=extra)

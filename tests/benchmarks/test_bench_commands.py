@@ -17,10 +17,19 @@ import psutil
 import pytest
 import torch
 
-from lora_trainer.benchmarks import subject, turns
-from lora_trainer.benchmarks.trials import batch, resolution, row, scaling, sums, table, together
-from lora_trainer.benchmarks.trials.row import Asking, settings_of
-from lora_trainer.benchmarks.trials.specs import Spec
+from lora_trainer.benchmarks import (
+    bench_batch,
+    bench_resolution,
+    bench_scaling,
+    bench_table,
+    measure_row,
+    scaling_process,
+)
+from lora_trainer.benchmarks.baseline import SavedRows
+from lora_trainer.benchmarks.bench_model import build_bench_model
+from lora_trainer.benchmarks.interleaved import time_in_turn
+from lora_trainer.benchmarks.measure_row import RowSettings, settings_of
+from lora_trainer.benchmarks.table_rows import SPECS, Spec
 from lora_trainer.cli.main import main
 from lora_trainer.models import unet
 from lora_trainer.models.compiled import MOST_SHAPES
@@ -73,7 +82,7 @@ def test_memory_of_an_own_run(place, capsys):
 @pytest.mark.slow
 def test_batches_grow_until_the_planned_limit(capsys):
     """The plan and the measurement agree on how many fit."""
-    with patched(batch, "MOST_ON_CPU", 2):
+    with patched(bench_batch, "MOST_ON_CPU", 2):
         document = measured("batch", capsys, settings=(*THIN, "memory.limit_gib=0.836"))
     rows = {row["name"]: row for row in document["rows"]}
     assert rows["1"]["ratio"] == 1.0
@@ -99,7 +108,7 @@ def test_attention_is_measured_at_the_shapes_of_the_model(capsys):
 def test_a_resolution_shows_its_gain(place, tmp_path, capsys):
     enough = replace(place, data=draw_images(tmp_path / "data", 10))  # for one validation image
     arguments = enough.arguments("x", command="bench", memory__weight_dtype="fp32", validation__split=0.1)
-    with patched(resolution, "TRAINED", 2):
+    with patched(bench_resolution, "TRAINED", 2):
         assert main([arguments[0], "resolution", *arguments[1:], "--json", "--steps", "2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) > 1
@@ -134,7 +143,7 @@ def test_everything_together_is_measured_against_nothing(capsys):
     assert row["claimed"] == "2-3 x, 40-50 % less memory"
     assert 0.3 < row["memory_ratio"] < 0.95, "half the weights, and blocks that are recomputed"
     assert 1e-5 < row["loss_mean"] <= row["loss_most"] < 0.2, "the same samples and noise, in bf16"
-    assert any(note.startswith("all together: all rows above in one process") for note in document["notes"])
+    assert any(note.startswith("all together: the settings of all rows above") for note in document["notes"])
 
 
 def test_measurements_that_need_a_gpu_are_named(capsys):
@@ -146,9 +155,9 @@ def test_measurements_that_need_a_gpu_are_named(capsys):
 
 
 def test_processes_are_launched_by_powers_of_two():
-    assert [scaling.counts(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
-    assert scaling.launch_file(2, on_gpus=True)["gpu_ids"] == "all"
-    assert scaling.launch_file(1, on_gpus=False)["distributed_type"] == "NO"
+    assert [bench_scaling.process_counts(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+    assert bench_scaling.launch_config(2, on_gpus=True)["gpu_ids"] == "all"
+    assert bench_scaling.launch_config(1, on_gpus=False)["distributed_type"] == "NO"
 
 
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="by a shell and its job")
@@ -157,7 +166,7 @@ def test_a_timeout_leaves_no_process(tmp_path):
     file = tmp_path / "number"
     start = "setsid sh -c 'echo $$; exec sleep 60'"  # there at once, also on a busy machine
     with pytest.raises(subprocess.TimeoutExpired):
-        scaling.ended(["sh", "-c", f"{start} > {file} & wait"], os.environ, 3.0)
+        bench_scaling.run_command(["sh", "-c", f"{start} > {file} & wait"], os.environ, 3.0)
     left = int(file.read_text())
     with suppress(psutil.NoSuchProcess):  # there may be no parent to reap it
         process, end = psutil.Process(left), time.monotonic() + 300
@@ -169,9 +178,9 @@ def test_a_timeout_leaves_no_process(tmp_path):
 def test_the_order_of_two_variants_alternates():
     order: list[str] = []
     ways = {"one": lambda number: order.append("one"), "other": lambda number: order.append("other")}
-    timed = turns.timed_in_turn(ways, 2, torch.device("cpu"))
+    timed = time_in_turn(ways, 2, torch.device("cpu"))
     assert order[:4] == ["one", "other", "other", "one"]
-    assert [len(each.wall) for each in timed.values()] == [2, 2]
+    assert [len(each.seconds) for each in timed.values()] == [2, 2]
 
 
 def test_scaling_is_of_a_public_architecture(capsys):
@@ -181,18 +190,12 @@ def test_scaling_is_of_a_public_architecture(capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher's CPU path is tested on Linux")
-def test_two_processes_measure_the_all_reduce(capsys):
+def test_two_processes_are_compared_with_one(capsys):
     document = measured("scaling", capsys)
     one, two = document["rows"]
-    assert (one["efficiency"], one["summed_bytes"]) == (1.0, 0)
-    assert (one["parts"]["sum"], one["parts"]["waiting"]) == (0.0, 0.0)
-    assert two["summed_bytes"] > 0
-    assert two["parts"]["sum"] > 0
-    assert two["parts"]["waiting"] >= 0
+    assert one["efficiency"] == 1.0
     assert two["efficiency"] == pytest.approx(two["samples_per_second"] / 2 / one["samples_per_second"])
     assert (one["met"], two["met"]) == (None, two["efficiency"] >= two["target"])
-    for each in (one, two):
-        assert sum(each["parts"].values()) <= 1.1 * each["seconds_p90"]  # of two steps
     assert "threads of each process, also of the one alone: 1." in document["notes"][0]
 
 
@@ -200,31 +203,21 @@ def test_two_processes_measure_the_all_reduce(capsys):
 def test_scaling_is_compared_with_its_target(step, met, monkeypatch, capsys):
     """With steps of 0.1 s alone; nothing is launched."""
 
-    def launched(child: str, order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
+    def launch(order: object, count: int, *, on_gpus: bool) -> dict[str, Any]:
         seconds = [0.1] * 4 if count == 1 else [step - 0.01, step, step, step + 0.01]
-        parts = {"computing": 0.09, "data": 0.0, "sum": 0.002 * (count - 1), "waiting": 0.003 * (count - 1)}
-        return {"model": "m", "seconds": seconds, "samples": count, "parts": parts, "summed": 8, "threads": 1}
+        return {"model": "m", "once": seconds, "samples": count, "threads": 1}
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(scaling, "launched", launched)
+    monkeypatch.setattr(bench_scaling, "launch", launch)
     document = measured("scaling", capsys)
     one, two = document["rows"]
     assert (one["met"], two["met"], two["target"]) == (None, met, 0.95)
     assert two["efficiency_low"] < 0.95 < two["efficiency_high"]
     assert "2 processes: the interval contains 95%" in document["notes"][-1]
-    assert "waiting +3.0, sum +2.0, computing +0.0, data +0.0" in document["notes"][-2]
     assert main(["bench", "scaling", "--set", THIN[0]]) == 0
     assert f"{0.1 / step:.1%}" in (shown := capsys.readouterr().out)
-    assert f"95% {'reached' if met else 'not reached'}" in shown
-
-
-def test_waiting_is_what_a_sum_takes_longer_than_in_the_last_process():
-    """Process 0 is last in the first step, process 1 in the second."""
-    everyone = torch.zeros(2, 3, 2)
-    everyone[:, together.PARTS.index("sum")] = torch.tensor([[1.0, 5.0], [3.0, 2.0]])
-    everyone[:, together.PARTS.index("computing")] = torch.tensor([[9.0, 5.0], [7.0, 8.0]])
-    found = together.mean_parts(everyone)
-    assert found == pytest.approx({"computing": 7.25, "data": 0.0, "sum": 1.5, "waiting": 1.25})
+    assert "95% reached" in shown
+    assert ("yes" if met else "no") in shown
 
 
 def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
@@ -238,7 +231,7 @@ def test_gradients_averaged_between_micro_batches_come_to_the_same_sum():
 
     master = torch.nn.Parameter(torch.zeros(2))
     context = SimpleNamespace(masters=[master], reduce=reduce, world=2)
-    for gradient in sums.averaged_between(context, own):
+    for gradient in scaling_process.average_between(context, own):
         master.grad = gradient.clone() if master.grad is None else master.grad + gradient
     assert [each.tolist() for each in summed] == [[1.0, 2.0]], "the last is left to the step itself"
     # Both add the mean once, and the later gradient: 2 * (1 + 7) / 2 + 3.
@@ -261,7 +254,7 @@ def test_the_table_is_written_row_by_row_and_resumed(tmp_path, capsys):
     arguments = ["bench", "table", "--tiny", "--steps", "2", "--rows", str(file), "--filter"]
     assert main([*arguments, "sd15 512 batch 4"]) == 0
     output = capsys.readouterr()
-    assert "| sd15 512 batch 4 |" in output.out
+    assert "sd15 512 batch 4" in output.out
     assert output.err.splitlines() == ["sd15 512 batch 4 …"]
     (first,) = json.loads(file.read_text("utf-8"))["rows"]
     assert main([*arguments, "sd15 512", "--json"]) == 0
@@ -285,14 +278,17 @@ def test_a_failed_row_has_a_reason_and_stops_no_other(tmp_path):
         Spec("again", "sd15", plain, like="plain"),
         Spec("checkpointed", "sd15", plain | {"memory.gradient_checkpointing": True}, like="plain"),
     ]
-    found = table.fill(specs, {}, Asking(1, 2, tiny=True), tmp_path / "rows.json", "here", 36_000.0)
-    assert "nothing" in str(found["bad"].failed)
-    assert found["plain"].ratio == 1.0
-    assert found["again"].loss_most == 0.0, "the same weights, samples and noise in every process"
-    assert found["checkpointed"].loss_most == 0.0, "checkpointing changes no loss"
-    assert found["checkpointed"].checkpointed
-    assert found["checkpointed"].ratio == found["checkpointed"].seconds_median / found["plain"].seconds_median
-    assert table.fill(specs, {}, Asking(), tmp_path / "rows.json", "here", 0.0) == {}, "no time, no row"
+    saved = SavedRows(None, "table", "here", {})
+    bench_table.fill_table(specs, saved, RowSettings(1, 2, tiny=True), 36_000.0)
+    found = saved.rows
+    assert "nothing" in found["bad"]["failed"]
+    assert found["plain"]["ratio"] == 1.0
+    assert found["again"]["loss_most"] == 0.0, "the same weights, samples and noise in every process"
+    assert found["checkpointed"]["loss_most"] == 0.0, "checkpointing changes no loss"
+    assert found["checkpointed"]["checkpointed"]
+    assert found["checkpointed"]["ratio"] == found["checkpointed"]["seconds_median"] / found["plain"]["seconds_median"]
+    bench_table.fill_table(specs, nothing := SavedRows(None, "table", "here", {}), RowSettings(), 0.0)
+    assert nothing.rows == {}, "no time, no row"
 
 
 def test_a_compiled_row_is_never_measured_uncompiled(tmp_path):
@@ -300,7 +296,7 @@ def test_a_compiled_row_is_never_measured_uncompiled(tmp_path):
 
     spec = Spec("compiled", "sd15", {"data.resolution": 512, "compile.enabled": True})
     with inductor.patch({"cpp.cxx": ("no-such-compiler",)}):
-        row.child(spec, Asking(1, 2, tiny=True), str(tmp_path / "row.json"))
+        measure_row.measure_and_write(spec, RowSettings(1, 2, tiny=True), str(tmp_path / "row.json"))
     found = json.loads((tmp_path / "row.json").read_text("utf-8"))
     assert "Not compiled: " in found["failed"]
     assert "a CPU needs a C++ compiler" in found["failed"]
@@ -308,34 +304,35 @@ def test_a_compiled_row_is_never_measured_uncompiled(tmp_path):
 
 
 def test_a_process_that_dies_or_times_out_is_a_failed_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "PRELOADED", [])
-    assert table.in_child(end_at_once, (), tmp_path / "row", 60.0) == {"failed": "the process ended with code 9"}
-    assert table.in_child(sleep, (), tmp_path / "row", 0.5)["failed"] == "took longer than 0.5 s"
+    monkeypatch.setattr(bench_table, "PRELOADED", [])
+    assert bench_table.run_in_child(end_at_once, (), tmp_path / "row", 60.0) == {
+        "failed": "the process ended with code 9"
+    }
+    assert bench_table.run_in_child(sleep, (), tmp_path / "row", 0.5)["failed"] == "took longer than 0.5 s"
 
 
 @pytest.mark.parametrize(("shapes", "dynamic"), [(MOST_SHAPES, False), (MOST_SHAPES + 1, True)])
 def test_a_row_with_several_sizes_builds_them_all(shapes, dynamic, tmp_path):
     """Built, and not compiled before its first step."""
     spec = Spec("sizes", "sd15", {"data.resolution": 512, "compile.enabled": True})
-    settings = settings_of(spec, Asking(tiny=True), torch.device("cpu"))
-    blocks = subject.subject_as_asked(settings, tmp_path, tiny=True, shapes=shapes).context.compiled
+    settings = settings_of(spec, RowSettings(tiny=True), torch.device("cpu"))
+    blocks = build_bench_model(settings, tmp_path, tiny=True, shapes=shapes).context.compiled
     assert blocks is not None
     assert blocks.dynamic is dynamic
 
 
-def test_rows_of_a_gpu_are_what_the_plan_chose_for_it():
-    specs = {spec.name: spec for spec in table.SPECS}
-    settings = settings_of(specs["sdxl 1024 in 8 GB"], Asking(tiny=True), torch.device("cpu")).config
-    assert settings.memory.gradient_checkpointing not in (False, "auto")
-    assert settings.memory.limit_gib is None
-    assert settings.data.resolution == 128
-    assert row.share_of(1, 57, 9) == 1
-    assert [row.share_of(count, 57, 9) for count in (0, 30, 57)] == [0, 5, 9]
+def test_a_row_of_a_small_gpu_is_capped_only_on_a_gpu():
+    (spec,) = [spec for spec in SPECS if spec.name == "sdxl 1024 in 8 GB"]
+    on_cpu = settings_of(spec, RowSettings(tiny=True), torch.device("cpu")).config
+    assert on_cpu.memory.limit_gib is None
+    assert on_cpu.data.resolution == 128
+    on_gpu = settings_of(spec, RowSettings(), torch.device("cuda")).config
+    assert (on_gpu.memory.limit_gib, on_gpu.data.resolution) == (8, 1024)
 
 
 def test_rows_are_compared_with_an_earlier_row_of_the_same_model():
-    names = [spec.name for spec in table.SPECS]
+    names = [spec.name for spec in SPECS]
     assert len(set(names)) == len(names)
-    family_of = {spec.name: spec.family for spec in table.SPECS}
-    assert all(spec.like is None or family_of[spec.like] == spec.family for spec in table.SPECS)
-    assert all(spec.like is None or spec.like in names[: names.index(spec.name)] for spec in table.SPECS)
+    family_of = {spec.name: spec.family for spec in SPECS}
+    assert all(spec.like is None or family_of[spec.like] == spec.family for spec in SPECS)
+    assert all(spec.like is None or spec.like in names[: names.index(spec.name)] for spec in SPECS)

@@ -1,13 +1,13 @@
-"""The trainer's own loop, one step each time that it is asked for: for measurements beside other ways of a step."""
+"""The trainer's own loop, one step each time that it is called for."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -24,30 +24,26 @@ from lora_trainer.training.reporter import Reporter
 from lora_trainer.training.state import TrainState
 
 if TYPE_CHECKING:
-    from lora_trainer.benchmarks.split import Split
+    from lora_trainer.benchmarks.interleaved import Way
     from lora_trainer.config.schema import Config
-    from lora_trainer.training.micro_batch import MicroBatch
     from lora_trainer.training.training_run import Run
 
-Way = Callable[[int], object]  # does the step of that number
 NEVER = 10**9  # steps
-STILL = 1e-8  # a rate that leaves the weights as they are for the other ways
-T = TypeVar("T")
+TINY_RATE = 1e-8  # a learning rate that leaves the weights as they are for the other ways
 
 
 @contextmanager
-def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -> Iterator[Way]:
+def trainer_loop(run: Run, folder: Path, learning_rate: float | None = TINY_RATE) -> Iterator[Way]:
     """The loop as `train` runs it, with its data read ahead, its guards, its numbers written below `folder`.
 
-    Steps come in order, whatever number is requested. Nothing is validated, saved, sampled or watched. `rate` replaces
-    the settings' learning rate; None keeps it. Raises UserError, and Stopped for a signal.
+    Steps come in order, whatever number is requested. Nothing is validated, saved, sampled or watched. With None the
+    settings' learning rate is kept. Raises UserError, and Stopped for a signal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = replace(
         run,
-        config=undisturbed(run.config, rate),
+        config=only_steps(run.config, learning_rate),
         folder=folder,
-        context=split.watched(run.context),
         total_steps=max(run.total_steps, NEVER),
         validate=None,
         sample=None,
@@ -59,10 +55,9 @@ def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -
         threads = TrackerThreads(run.config.run.trackers, TrackedRun(folder.name, folder))
         stack.callback(threads.finish, RunEnding("done", 0))
         trackers = stack.enter_context(closing(Trackers(folder, resume_step=-1, threads=threads)))
-        console = Console(file=io.StringIO())
-        show = stack.enter_context(step_line(console, run.total_steps, 0))
+        show = stack.enter_context(step_line(Console(file=io.StringIO()), run.total_steps, 0))
         reporter = Reporter(trackers, show, run.say)
-        loop = training_loop(run, TrainState(), marked(source, split), reporter, Interrupt(silent=True))
+        loop = training_loop(run, TrainState(), source, reporter, Interrupt(silent=True))
 
         def step(number: int) -> None:
             try:
@@ -75,26 +70,15 @@ def own_loop(run: Run, folder: Path, split: Split, rate: float | None = STILL) -
         yield step
 
 
-def marked(source: Iterator[list[MicroBatch]], split: Split) -> Iterator[list[MicroBatch]]:
-    """The loop's micro-batches, with a mark before it waits for them and after."""
-    while True:
-        split.mark("data")
-        micros = next(source)
-        split.mark("forward")
-        yield micros
-
-
-def undisturbed(config: Config, rate: float | None) -> Config:
-    """Nothing but steps."""
-    checkpoint = config.checkpoint.model_copy(
-        update={"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0, "export_every_n_epochs": 0}
-    )
-    changed: dict[str, object] = {
-        "checkpoint": checkpoint,
+def only_steps(config: Config, learning_rate: float | None) -> Config:
+    """The settings without anything that interrupts the steps."""
+    checkpoint = {"every_n_steps": NEVER, "every_n_epochs": None, "export_every_n_steps": 0, "export_every_n_epochs": 0}
+    changes: dict[str, object] = {
+        "checkpoint": config.checkpoint.model_copy(update=checkpoint),
         "validation": config.validation.model_copy(update={"every_n_steps": 0}),
         "sample": config.sample.model_copy(update={"every_n_steps": 0}),
         "train": config.train.model_copy(update={"max_hours": None}),
     }
-    if rate is not None:
-        changed["optimizer"] = config.optimizer.model_copy(update={"learning_rate": rate})
-    return config.model_copy(update=changed)
+    if learning_rate is not None:
+        changes["optimizer"] = config.optimizer.model_copy(update={"learning_rate": learning_rate})
+    return config.model_copy(update=changes)

@@ -1,1 +1,0 @@
-"""Measurements of the whole: memory, batches, resolutions, processes, claims, and the table of a GPU."""
