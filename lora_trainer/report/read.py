@@ -279,6 +279,9 @@ def format_setting(value: Any) -> str:
         return ", ".join(map(format_setting, value))
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, Mapping):  # such as a source of images: what is set of it
+        is_set = {key: each for key, each in value.items() if each not in (None, False, [], {}, "")}
+        return " ".join(f"{key}={format_setting(each)}" for key, each in is_set.items()) or "not set"
     return str(value)
 
 

@@ -25,6 +25,7 @@ from lora_trainer.report.chart import (
     thinned,
     tick_labels,
 )
+from lora_trainer.report.read import format_setting
 
 VALUES = st.lists(st.floats(width=32), min_size=1, max_size=60)
 SENSIBLE = st.floats(1e-9, 1e9)
@@ -119,3 +120,9 @@ def test_images_fit_the_size_limit_of_the_page(tmp_path: Path) -> None:
     assert set(small) == set(large) == set(paths)
     sizes = [len(base64.b64decode(uri.partition(",")[2])) for uri in small.values()]
     assert sum(sizes) <= 20_000 < sum(map(len, large.values()))
+
+
+def test_a_source_of_images_is_shown_by_what_is_set_of_it() -> None:
+    source = {"path": "images/cat", "repeats": 2.0, "is_reg": False, "masks": None, "control_images": []}
+    assert format_setting([source, {"path": "more"}]) == "path=images/cat repeats=2, path=more"
+    assert format_setting({}) == "not set"
