@@ -116,10 +116,10 @@ def bench_command(arguments: argparse.Namespace, unknown: list[Problem]) -> int:
         return DONE
     refuse_missing_attention(resolved)
     # Loops are compared with the plain step, and the miniature's preset preserves outputs, too.
-    if not from_user(resolved.origin["loss.output_preservation_weight"]):
-        resolved = change(
-            resolved, {"loss.output_preservation_weight": 0.0, "loss.output_preservation_every_n_steps": 1}
-        )
+    preservation = {"loss.output_preservation_weight": 0.0, "loss.output_preservation_every_n_steps": 1}
+    compared = {name for settings in compare.values() for name in settings}
+    if not compared & set(preservation) and not any(from_user(resolved.origin[name]) for name in preservation):
+        resolved = change(resolved, preservation)
     from lora_trainer.benchmarks.device import device_measured
     from lora_trainer.run.inputs import data_in_use
 

@@ -43,7 +43,7 @@ class Remedy:
 
 
 SLOWER = "Train at a lower learning rate."
-PRESERVE = "Train with loss.output_preservation_weight=1 in every step"
+PRESERVE = "Train with loss.output_preservation_weight=1 in every step, or with data.num_class_images=32"
 # By the code of the finding. Of a part it is what to do where the part is refused.
 REMEDIES: Mapping[str, Remedy] = {
     "works": Remedy("Export or train it again."),

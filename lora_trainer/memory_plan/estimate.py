@@ -174,7 +174,7 @@ def parts_of(
     widened = 8 * min(numbers, ROUNDED_AT_ONCE) if demand.rounded else 0
     state = optimizer_state_on_gpu(demand.optimizer, shapes) + (masters if demand.averaged else 0)
     samples = runs * demand.samples
-    earlier = summed if samples > micro else 0  # gradients of earlier micro-batches
+    earlier = summed if samples > micro or demand.preserved else 0  # gradients of earlier micro-batches
     recomputed = checkpointed > 0
     adapter = own + earlier + runs * found.gradients
     activations = found.activations + itemsize * texts.kept(micro, checkpointed=recomputed)

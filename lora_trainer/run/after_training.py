@@ -73,8 +73,8 @@ def release(session: Session, run: Run, record: Record, state: TrainState) -> Ou
     facts = training_facts(session, name, released.step, record.started)
     weights = lora_weights(config, session.inputs.family, released.weights)
     # Learned tokens that are in no trained text: their embeddings did not change.
-    texts = {text.lower() for sample in session.inputs.train for text in sample.texts}
     tokens_learned = config.textual_inversion.placeholder_tokens
+    texts = {text.lower() for sample in session.inputs.train for text in sample.texts} if tokens_learned else set()
     untrained = tuple(word for word in tokens_learned if not any(word.lower() in text for text in texts))
     embeddings = {key: value for key, value in weights.embeddings.items() if key.partition(".")[0] not in untrained}
     stored = DTYPES[config.checkpoint.export_dtype]

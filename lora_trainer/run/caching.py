@@ -327,13 +327,10 @@ def cached_data(config: Config, inputs: Inputs, plans: CachePlans) -> CachedData
 
 
 def preservation_of(config: Config, inputs: Inputs, plans: CachePlans) -> Preservation | None:
-    """What adds preserved samples to the steps; None where nothing is preserved. Raises UsageError for an edit model."""
+    """What adds preserved samples to the steps; None where nothing is preserved."""
     loss = config.loss
     if not loss.output_preservation_weight:
         return None
-    if inputs.facts.control_tokens:
-        message = "loss.output_preservation_weight needs prompts alone, and this model reads them with control images."
-        raise UsageError(Problem("preservation_with_controls", message, "Remove loss.output_preservation_weight."))
     of_class, general = class_captions(config, inputs.train), general_prompts(config)
     extra = plans.texts.keys[-1 - len(of_class) - len(general) : -1]
     prompts = PreservedPrompts(plans.texts.keys[-1], extra[: len(of_class)], extra[len(of_class) :])

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 from lora_trainer import builtin
 from lora_trainer.core.errors import Problem, UsageError
+from lora_trainer.data.captions import rules_of
+from lora_trainer.data.prompt_weights import plain
 from lora_trainer.run.bases.find import is_builtin
 from lora_trainer.run.class_images import PROMPTS
+from lora_trainer.run.inputs import caption_rules
 
 if TYPE_CHECKING:
     from lora_trainer.config.schema import Config
@@ -19,23 +22,36 @@ CLASS = "loss.output_preservation_class"
 
 
 def class_captions(config: Config, samples: Sequence[Sample]) -> tuple[str, ...]:
-    """The captions with the class in place of the trigger word, each once; () without a class.
+    """The captions with the class in place of their source's trigger word, each once; () without a class.
 
-    Raises UsageError where there is no trigger word, or no caption has it.
+    Raises UsageError where no caption has a trigger word.
     """
-    word, loss = config.captions.trigger_word, config.loss
+    loss, rules = config.loss, caption_rules(config)
     if not loss.output_preservation_weight or loss.output_preservation_class is None:
         return ()
-    if word is None:
-        message = f"{CLASS} replaces the trigger word in captions, and captions.trigger_word is not set."
-        raise UsageError(Problem("no_trigger_word", message, f"Set captions.trigger_word, or remove {CLASS}."))
-    trigger = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
-    texts = dict.fromkeys(text for sample in samples if not sample.regularization for text in sample.texts)
-    found = dict.fromkeys(trigger.sub(loss.output_preservation_class, text) for text in texts if trigger.search(text))
+    found: dict[str, None] = {}
+    for sample in samples:
+        word = rules_of(sample, rules).trigger_word
+        if word is None:
+            continue
+        trigger = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
+        for text in sample.texts:
+            caption = plain(text) if sample.weighted else text
+            if trigger.search(caption):
+                found[trigger.sub(lambda _: str(loss.output_preservation_class), caption)] = None
     if not found:
-        message = f"{CLASS} replaces the trigger word in captions, and no caption has {word!r}."
-        raise UsageError(Problem("no_trigger_word", message, f"Remove {CLASS}, or write {word!r} into the captions."))
+        message = f"{CLASS} replaces the trigger word in captions, and no caption has one (captions.trigger_word)."
+        fix = f"Set captions.trigger_word to a word of the captions, or remove {CLASS}."
+        raise UsageError(Problem("no_trigger_word", message, fix))
     return tuple(found)
+
+
+def refuse_preservation(config: Config, samples: Sequence[Sample]) -> None:
+    """Raise UsageError where other prompts cannot be preserved: of pairs with control images, or a class without trigger word."""
+    if config.loss.output_preservation_weight and any(sample.controls for sample in samples):
+        message = "loss.output_preservation_weight needs prompts alone, and this dataset has control images."
+        raise UsageError(Problem("preservation_with_controls", message, "Remove loss.output_preservation_weight."))
+    class_captions(config, samples)
 
 
 def general_prompts(config: Config) -> tuple[str, ...]:

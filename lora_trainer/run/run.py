@@ -93,8 +93,8 @@ def recording_failure(session: Session, run: Run, record: Record) -> Iterator[No
     try:
         yield
     except UserError:
-        saved, _ = newest_valid(run.checkpoints, weights_suffice=True)
-        if session.processes.is_main and saved is not None:
+        saved = newest_valid(run.checkpoints, weights_suffice=True)[0] if session.processes.is_main else None
+        if saved is not None:
             with contextlib.suppress(OSError):  # the disk may refuse this too
                 with_sample_counts(record, session, run, saved[1].state).write(session.folder)
         raise

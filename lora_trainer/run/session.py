@@ -28,6 +28,7 @@ from lora_trainer.run.find_micro import find_micro
 from lora_trainer.run.generation import with_class_images
 from lora_trainer.run.inputs import Inputs, arithmetic, largest_of, own_architecture
 from lora_trainer.run.messages import refuse_without_validation
+from lora_trainer.run.preserved_prompts import refuse_preservation
 from lora_trainer.run.start import find_start, fixed_settings
 from lora_trainer.run_folder.record import Record
 from lora_trainer.training.network_weights import check_lora_files
@@ -121,6 +122,7 @@ def checked_start(
     refuse_unsuited(order.config, choices, steps.total)
     check_lora_files(order.config, inputs.family, inputs.facts)
     refuse_without_validation(order.config, inputs)
+    refuse_preservation(order.config, inputs.train)
     if not inputs.facts.whole:
         return {}, None
     settings = fixed_settings(order.config, inputs, choices)

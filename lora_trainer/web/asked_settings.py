@@ -113,6 +113,8 @@ def named_places(values: Mapping[str, Any]) -> Iterator[tuple[PathKind, str]]:
     """Every file and folder that settings by section name, and how they name it. Words that are no path are left out."""
     named: list[tuple[PathKind, Any]] = []
     for name, kind in path_settings().items():
+        if name in NOT_HERE:  # no request sets it: it is the server's own
+            continue
         section, _, key = name.partition(".")
         of_section = values.get(section)
         if isinstance(of_section, Mapping):

@@ -11,7 +11,7 @@ from lora_trainer.config.paths import path_settings, source_paths
 from lora_trainer.core.errors import Problem
 from lora_trainer.jobs.folders import folder_values
 from lora_trainer.run.inputs import with_absolute_paths
-from lora_trainer.web.asked_settings import refuse_outside
+from lora_trainer.web.asked_settings import AskedSettings, refuse_outside
 
 # A boundary of security: a setting that names files and is not here could read outside of the page's roots.
 NAMED = {
@@ -30,7 +30,7 @@ def test_the_paths_are_those_that_are_known() -> None:
     assert set(source_paths()) == {"path", "captions_file", "masks", "control_images"}
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(NAMED - {"run.output"}))
 def test_a_page_names_no_path_outside_of_its_roots(name: str, tmp_path: Path) -> None:
     section, key = name.split(".")
     problems: list[Problem] = []
@@ -38,6 +38,15 @@ def test_a_page_names_no_path_outside_of_its_roots(name: str, tmp_path: Path) ->
     assert [each.code for each in problems] == ["outside_folders"]
     refuse_outside([{section: {key: value_of(name, str(tmp_path / "here"))}}], [tmp_path], problems)
     assert len(problems) == 1
+
+
+def test_the_folder_of_runs_is_the_server_s_own(tmp_path: Path) -> None:
+    """Resolved settings have it, also where no request set it; a request that sets it is refused by its name."""
+    problems: list[Problem] = []
+    refuse_outside([{"run": {"output": "runs"}}], [tmp_path], problems)
+    assert problems == []
+    AskedSettings(settings={"run.output": "/etc"}).nested(problems)
+    assert [each.code for each in problems] == ["setting_not_allowed"]
 
 
 @pytest.mark.parametrize("key", sorted(source_paths()))

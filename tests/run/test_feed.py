@@ -30,8 +30,9 @@ LEARNER = cast(
         device=CPU,
         dtype=torch.float32,
         process=Process(scaled_linear_alphas(1000, 0.00085, 0.012), "epsilon"),
-        joined=None,
+        is_joined=False,
         is_sharded=False,
+        add_micros=lambda micros, places, step: micros,
     ),
 )
 

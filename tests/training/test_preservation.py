@@ -12,10 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lora_trainer.config.layers import Layer
+from lora_trainer.config.schema import CaptionsSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.data.sample import Sample
+from lora_trainer.data.sample import ControlImage, Sample
 from lora_trainer.run.plans.plan import make_plan
-from lora_trainer.run.preserved_prompts import class_captions, general_prompts
+from lora_trainer.run.preserved_prompts import class_captions, general_prompts, refuse_preservation
 from lora_trainer.run.settings import settle
 from lora_trainer.training.fallbacks import split_micro_batches
 from lora_trainer.training.objectives.preservation import CLASS_SHARE, EMPTY_SHARE, PreservedPrompts
@@ -98,7 +99,7 @@ def test_prompts_are_drawn_by_position_in_their_shares() -> None:
     of_class = CLASS_SHARE * (1 - EMPTY_SHARE)
     assert sum(counts[each] for each in prompts.of_class) / 2000 == pytest.approx(of_class, abs=0.05)
     alone = replace(prompts, of_class=())
-    assert "empty" in {alone.key_at(7, step, ("image", 0)) for step in range(100)} - set(prompts.of_class)
+    assert {alone.key_at(7, step, ("image", 0)) for step in range(200)} == {"empty", *prompts.general}
     bare = PreservedPrompts("empty", (), ())
     assert {bare.key_at(7, step, ("image", 0)) for step in range(20)} == {"empty"}
 
@@ -108,7 +109,8 @@ def config_of(**loss: object) -> SimpleNamespace:
     values = {f"output_preservation_{name}": value for name, value in loss.items()}
     defaults = {"output_preservation_weight": 1.0, "output_preservation_class": None, "output_preservation_prompts": ()}
     return SimpleNamespace(
-        captions=SimpleNamespace(trigger_word=word),
+        captions=CaptionsSection(trigger_word=word),
+        data=SimpleNamespace(sources=(), num_class_images=0),
         loss=SimpleNamespace(**{**defaults, **values}),
         model=SimpleNamespace(path="real", family=None),
     )
@@ -132,6 +134,34 @@ def test_the_class_replaces_the_trigger_word() -> None:
     )
     assert class_captions(config_of(), samples) == ()
     assert class_captions(config_of(weight=0.0, **{"class": "a person"}), samples) == ()
+
+
+def test_weighted_captions_lose_their_brackets_and_a_class_is_no_pattern() -> None:
+    weighted = sample("a photo of (sks:1.3), smiling", weighted=True)
+    assert class_captions(config_of(**{"class": r"a \wide dog"}), [weighted]) == (r"a photo of a \wide dog, smiling",)
+
+
+def test_pairs_with_control_images_are_refused() -> None:
+    with pytest.raises(UsageError) as raised:
+        refuse_preservation(config_of(), [sample("make it red", controls=(ControlImage(Path("b.png"), "b"),))])
+    assert raised.value.problems[0].code == "preservation_with_controls"
+    refuse_preservation(config_of(weight=0.0), [sample("make it red", controls=(ControlImage(Path("b.png"), "b"),))])
+
+
+def test_the_cached_prompts_are_those_that_are_drawn(place: TinyPlace) -> None:
+    """Each key reads the embeddings of its own prompt."""
+    words = {"captions__trigger_word": "sks", "loss__output_preservation_class": "a thing"}
+    run = place.run("keys", **WEIGHT, **words, loss__output_preservation_prompts=("a house",))
+    preservation = run.context.add_micros.__self__
+    prompts, texts = preservation.prompts, preservation.texts
+    assert len(prompts.general) == 1
+    assert prompts.of_class
+    assert len({prompts.empty, *prompts.general, *prompts.of_class}) == 2 + len(prompts.of_class)
+    assert prompts.empty == run.feed.data.empty_key
+    trained = {key for keys in run.feed.data.text_keys for key in keys}
+    assert not trained & {prompts.empty, *prompts.general, *prompts.of_class}
+    for key in (prompts.empty, *prompts.general, *prompts.of_class):
+        assert texts.read(key)["embeds"].dim() == 2
 
 
 @pytest.mark.parametrize("word", [None, "other"])

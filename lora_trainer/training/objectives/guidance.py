@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.core.conditioning import controls_of
-from lora_trainer.training.objectives.without_adapter import refuse_lasting_adapter, without_adapter
+from lora_trainer.training.objectives.without_adapter import without_adapter
 from lora_trainer.training.step import plain_target
 
 if TYPE_CHECKING:
@@ -77,11 +77,7 @@ class GuidanceTarget:
 def make_guidance_target(
     scale: float, denoiser: nn.Module, cond: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
 ) -> GuidanceTarget:
-    """`cond` are the empty caption's text embeddings as they are cached, without the batch dimension.
-
-    Raises UsageError for an adapter that cannot be turned off.
-    """
-    refuse_lasting_adapter(denoiser, "loss.guidance_target")
+    """`cond` are the empty caption's text embeddings as they are cached, without the batch dimension."""
     # Masks stay on the CPU, as those of micro-batches do.
     placed = {name: value if value.dtype == torch.bool else value.to(device, dtype) for name, value in cond.items()}
     return GuidanceTarget(scale, {name: value[None] for name, value in placed.items()})

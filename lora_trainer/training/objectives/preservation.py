@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.core.randomness import position_uniform
-from lora_trainer.training.objectives.without_adapter import refuse_lasting_adapter, without_adapter
+from lora_trainer.training.objectives.without_adapter import without_adapter
 
 if TYPE_CHECKING:
     from lora_trainer.data.caches.entries import Store
@@ -71,11 +71,7 @@ class Preservation:
         return [*micros, *preserved]
 
     def applied_to(self, context: StepContext) -> StepContext:
-        """The context whose steps have the preserved samples, with what the base model predicts for them as the target.
-
-        Raises UsageError for an adapter that cannot be turned off.
-        """
-        refuse_lasting_adapter(context.denoiser, "loss.output_preservation_weight")
+        """The context whose steps have the preserved samples, with what the base model predicts for them as the target."""
         usual = context.target
 
         def target(context: StepContext, micro: MicroBatch, noisy: Tensor) -> Tensor:

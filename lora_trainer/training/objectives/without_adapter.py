@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from lora_trainer.core.errors import Problem, UsageError
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -28,10 +26,3 @@ def without_adapter(denoiser: nn.Module) -> Iterator[None]:
     finally:
         for layer, disabled in before.items():
             layer._disable_adapters = disabled
-
-
-def refuse_lasting_adapter(denoiser: nn.Module, setting: str) -> None:
-    """Raise UsageError for an adapter that cannot be turned off, which `setting` needs."""
-    if not any(isinstance(module, BaseTunerLayer) for module in denoiser.modules()):
-        message = f"{setting} needs predictions without the adapter, and this lora.type cannot be turned off."
-        raise UsageError(Problem("guidance_needs_base", message, f"Set lora.type=lora, or remove {setting}."))
