@@ -81,10 +81,10 @@ WORDS: Mapping[str, Words] = {
     ),
     "keeps_base": Words(
         title="Keeps the base",
-        question="Do prompts about other things still give what they gave?",
-        refused="Prompts about other things no longer show what they did",
-        fault="other prompts no longer show what they did",
-        unit="{} samples of other prompts show what they did",
+        question="Are samples of other prompts still nearest to those of the base model?",
+        refused="Samples of other prompts are no longer nearest to those that the base model draws for them",
+        fault="samples of other prompts are no longer nearest to those of the base model",
+        unit="{} samples of other prompts are nearest to those of the base model",
     ),
 }
 

@@ -103,6 +103,7 @@ def prepare(session: Session, settings: dict[str, Any]) -> tuple[Session, Run]:
         context = guidance.applied_to(context)
     preservation = preservation_of(config, inputs, plans)
     if preservation is not None:
+        console.print(preservation.line)
         context = preservation.applied_to(context)
     if not config.cache.latents:
         console.print("latents are encoded while training (cache.latents=false); the VAE stays loaded")

@@ -40,7 +40,9 @@ def class_captions(config: Config, samples: Sequence[Sample]) -> tuple[str, ...]
             if trigger.search(caption):
                 found[trigger.sub(lambda _: str(loss.output_preservation_class), caption)] = None
     if not found:
-        message = f"{CLASS} replaces the trigger word in captions, and no caption has one (captions.trigger_word)."
+        has_word = any(each.trigger_word for each in rules)
+        lacks = "no caption has it" if has_word else "captions.trigger_word is not set"
+        message = f"{CLASS} replaces the trigger word in captions, and {lacks}."
         fix = f"Set captions.trigger_word to a word of the captions, or remove {CLASS}."
         raise UsageError(Problem("no_trigger_word", message, fix))
     return tuple(found)

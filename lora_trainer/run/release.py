@@ -73,9 +73,10 @@ class Released:
 
 def choose_released(config: Config, checkpoints: Path, state: TrainState, context: StepContext) -> Released:
     """The weights of the best step where there are validation images and it is requested; else the last."""
-    last, loss = f"the last, step {state.step}", "none" if state.val_loss is None else f"{state.val_loss:.4f}"
+    last = f"the last, step {state.step}"
+    loss = "" if state.val_loss is None else f", has validation loss {state.val_loss:.4f}"
     if config.checkpoint.export_weights == "last":
-        reason = f"checkpoint.export_weights=last: {last}, has validation loss {loss}"
+        reason = f"checkpoint.export_weights=last: {last}{loss}"
         return Released(state.step, state.val_loss, context.shown(), reason)
     if state.best_step is None:
         return Released(state.step, state.val_loss, context.shown(), "the last: no validation images")
@@ -87,7 +88,7 @@ def choose_released(config: Config, checkpoints: Path, state: TrainState, contex
     # The best step is an earlier one: its weights are in its checkpoint.
     weights = read_best(checkpoints, state.best_step)
     if weights is None:
-        reason = f"the weights of step {state.best_step}, the best, cannot be read; {last}, has validation loss {loss}"
+        reason = f"the weights of step {state.best_step}, the best, cannot be read; {last}{loss}"
         return Released(state.step, state.val_loss, context.shown(), reason)
     reason = f"{lowest}; {last}, has {state.weighted_val_loss or 0.0:.4f}"
     return Released(state.best_step, state.best_val_loss, weights, reason)
