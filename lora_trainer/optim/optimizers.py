@@ -167,14 +167,6 @@ def from_library(module: str, name: str, wanted: str) -> Callable[..., Optimizer
     return kind
 
 
-def set_lr(optimizer: Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None) -> None:
-    """Set the learning rate of every group, or its share of it; and beta1, unless None."""
-    for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
-        group["lr"] = lr * share
-        if beta1 is not None:
-            group["betas"] = (beta1, *group["betas"][1:])
-
-
 def schedule_free_weight(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
     """The value of a schedule-free optimizer's parameter outside of training; the parameter stays as it is.
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lora_trainer.core.errors import first_line, is_out_of_memory
 from lora_trainer.core.interrupt import abort_if_late, no_more_aborting
-from lora_trainer.optim.optimizers import set_lr
 
 if TYPE_CHECKING:
     from lora_trainer.adapters.averages import Average, Shown
@@ -342,6 +341,16 @@ def update(context: StepContext, loss: Tensor, settings: StepSettings) -> tuple[
         optimizer.zero_grad(set_to_none=True)
         context.adapter.copy_to_model()
     return norm, skipped
+
+
+def set_lr(
+    optimizer: torch.optim.Optimizer, lr: float, shares: Sequence[float] = (), beta1: float | None = None
+) -> None:
+    """Set the learning rate of every group, or its share of it; and beta1, unless None."""
+    for group, share in zip(optimizer.param_groups, shares or (1.0,) * len(optimizer.param_groups), strict=True):
+        group["lr"] = lr * share
+        if beta1 is not None:
+            group["betas"] = (beta1, *group["betas"][1:])
 
 
 def step_if(optimizer: torch.optim.Optimizer, good: Tensor, take: Callable[[], object]) -> None:

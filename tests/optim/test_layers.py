@@ -9,7 +9,8 @@ from torch import nn
 from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
 from lora_trainer.optim.layers import layer_notes
-from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, set_lr, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, shares_of
+from lora_trainer.training.step import set_lr
 
 LAYERS = ("down_blocks.0.attn1.to_q", "down_blocks.1.attn1.to_q", "mid_block.attn1.to_q", "up_blocks.0.attn2.to_k")
 TEXT = "text_encoder.layers.0.q_proj"

@@ -11,7 +11,8 @@ from torch import nn
 
 from lora_trainer.config.schema import OptimizerSection
 from lora_trainer.core.errors import UsageError
-from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, schedule_free_weight, set_lr, shares_of
+from lora_trainer.optim.optimizers import OPTIMIZERS, make_optimizer, schedule_free_weight, shares_of
+from lora_trainer.training.step import set_lr
 
 # A learning rate with which each gets near the minimum in a few hundred steps.
 RATES = dict.fromkeys(OPTIMIZERS, 0.01) | {"prodigy": 1.0, "adamw_schedulefree": 3e-2}

@@ -63,7 +63,7 @@ class Preservation:
         """For the log."""
         number = 1 + len(self.prompts.of_class) + len(self.prompts.general)
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
-        return f"output preservation: {number} other prompts keep the base model's output, {steps} (weight {self.weight:g})"
+        return f"output preservation: {number} other prompts, {steps}"
 
     def add_to(self, micros: list[MicroBatch], places: Sequence[Places], step: int) -> list[MicroBatch]:
         """The micro-batches of `step`, and behind them those that keep the base model's output: as many, of the same shapes."""
