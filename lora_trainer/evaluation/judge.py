@@ -98,7 +98,7 @@ def edge_strength(look: Look, scale: int) -> float:
     return float(edges_of(own_patterns(look, scale)).sum(1).mean())
 
 
-def at_strength(look: Look, strengths: Mapping[int, float]) -> Look:
+def with_edge_strength(look: Look, strengths: Mapping[int, float]) -> Look:
     """The look with edges as strong as those by scale: bolder or fainter lines have the same forms. By a factor of two at most."""
     patterns = {}
     for scale, strength in strengths.items():
@@ -264,7 +264,7 @@ class Judge:
         self.strengths = {
             scale: float(np.mean([edge_strength(look, scale) for look in self.looks])) for scale in SCALES[1:]
         }
-        formed = [at_strength(look, self.strengths) for look in self.looks]
+        formed = [with_edge_strength(look, self.strengths) for look in self.looks]
         self.forms = bank_of(formed)
         odd = [strangeness(look, self.forms, [row]) for row, look in enumerate(formed)]
         self.usual_extremes = {
@@ -297,7 +297,7 @@ class Judge:
         whole = overall_patterns(look)
         strange, turned = strangeness(look, self.bank, without), strangeness(look, self.mirrored, without)
         right, wrong = (sum(float(each[scale].mean()) for scale in SCALES[1:]) for each in (strange, turned))
-        forms = strangeness(at_strength(look, self.strengths), self.forms, without)
+        forms = strangeness(with_edge_strength(look, self.strengths), self.forms, without)
         rows = [row for row in range(len(self.looks)) if row not in without]
         return self.foreign(look, rows) | {
             # As a whole, and in its coarse patterns wherever they are: what is fine is asked of other measures.

@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import gcd
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +91,6 @@ from lora_trainer.models.lora_names import read_adapter_with_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from lora_trainer.models.family import Caption, Family, SamplingDefaults
     from lora_trainer.models.vision_encoder import EncoderFolder
@@ -107,7 +107,6 @@ ADDED_WORDS = ("red background", "blue background", "white background", "black b
 # A round of samples, the most, the steps of each, and unrelated prompts.
 LORA_CHECKS: Mapping[str, Effort] = {"full": Effort(12, 48, 20, 8), "lite": Effort(8, 8, 8, 4)}
 TIMESTEPS = 8  # of each validation loss
-FORMULAS = "7"  # part of every key of what is cached: change it when samples or features are computed differently
 
 
 @dataclass(frozen=True)
@@ -540,10 +539,13 @@ def does_not_work(findings: Sequence[Finding], numbers: Mapping[str, Any], minim
 
 
 def model_key(studio: Studio, base: Path, family: Family, encoder: EncoderFolder | None) -> str:
-    """A digest of what all features of a base model depend on: its weights, and how and by what they are computed."""
+    """A digest of what all features of a base model depend on: its weights, and how and by what they are computed.
+
+    The code is this room's: limits that were found for one measure say nothing about another.
+    """
     folder, process = base / family.denoiser.component, studio.sampler.process
     return digest_of(
-        FORMULAS,
+        *(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))),
         family.name,
         base_digest(family, base),
         (folder / "config.json").read_text("utf-8"),

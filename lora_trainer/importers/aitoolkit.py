@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,24 +211,16 @@ def _guidance_target(value: Any, around: Around) -> Took:
     return Took({"loss.guidance_target": number(scale)}, OF_THE_BASE, "changed")
 
 
-def _output_preservation(value: Any, around: Around) -> Took:
+def _preservation(kind: str, value: Any, around: Around) -> Took:
+    """Of `diff_output_preservation`, which has a class, and of `blank_prompt_preservation`."""
     if not truth(value):
         return Took({}, "off", "ignored")
-    weight = around["train.diff_output_preservation_multiplier"]
-    name = around["train.diff_output_preservation_class"]
-    settings = {"loss.output_preservation_weight": 1.0 if weight is None else number(weight)}
-    if name is None:
-        return Took(settings, PRESERVED, "changed")
-    kept = {**settings, "loss.output_preservation_class": text(name)}
-    return Took(kept, PRESERVED, "changed")
-
-
-def _blank_preservation(value: Any, around: Around) -> Took:
-    if not truth(value):
-        return Took({}, "off", "ignored")
-    weight = around["train.blank_prompt_preservation_multiplier"]
-    kept = {"loss.output_preservation_weight": 1.0 if weight is None else number(weight)}
-    return Took(kept, PRESERVED, "changed")
+    weight = around[f"train.{kind}_multiplier"]
+    settings: dict[str, Any] = {"loss.output_preservation_weight": 1.0 if weight is None else number(weight)}
+    name = around[f"train.{kind}_class"] if kind == "diff_output_preservation" else None
+    if name is not None:
+        settings["loss.output_preservation_class"] = text(name)
+    return Took(settings, PRESERVED, "changed")
 
 
 def _samples(value: Any, around: Around) -> Took:
@@ -353,14 +346,17 @@ RULES: Mapping[str, KeyRule] = {
     "train.noise_offset": unless_off("noise.offset", number),
     "train.loss_type": by(_loss, "loss.type", "others than ours are replaced"),
     "train.diff_output_preservation": by(
-        _output_preservation, "loss.output_preservation_weight loss.output_preservation_class", PRESERVED, changes=True
+        partial(_preservation, "diff_output_preservation"),
+        "loss.output_preservation_weight loss.output_preservation_class",
+        PRESERVED,
+        changes=True,
     ),
     "train.diff_output_preservation_multiplier": part_of(
         "train.diff_output_preservation", "loss.output_preservation_weight"
     ),
     "train.diff_output_preservation_class": part_of("train.diff_output_preservation", "loss.output_preservation_class"),
     "train.blank_prompt_preservation": by(
-        _blank_preservation, "loss.output_preservation_weight", PRESERVED, changes=True
+        partial(_preservation, "blank_prompt_preservation"), "loss.output_preservation_weight", PRESERVED, changes=True
     ),
     "train.blank_prompt_preservation_multiplier": part_of(
         "train.blank_prompt_preservation", "loss.output_preservation_weight"

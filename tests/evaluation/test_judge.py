@@ -25,11 +25,11 @@ from lora_trainer.evaluation.judge import (
     OTHER_WORDS,
     TOWARDS_OTHER,
     Judge,
-    at_strength,
     edge_strength,
     is_beyond,
     limits_between,
     same_place_distance,
+    with_edge_strength,
 )
 from lora_trainer.evaluation.judge import Tested as JudgeTested
 from lora_trainer.evaluation.looks import COLORS, SCALES, look_at
@@ -218,7 +218,7 @@ def test_bolder_edges_are_not_odd_and_melted_forms_are() -> None:
 def test_edges_are_brought_to_one_strength(factor: float) -> None:
     look = look_at(drawn(0)[0])
     strengths = {scale: factor * edge_strength(look, scale) for scale in SCALES[1:]}
-    brought = at_strength(look, strengths)
+    brought = with_edge_strength(look, strengths)
     for scale, strength in strengths.items():
         assert edge_strength(brought, scale) == pytest.approx(strength, rel=1e-4)
         colors = 4 * COLORS

@@ -6,6 +6,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -386,6 +387,19 @@ def test_a_second_verdict_reads_what_depends_on_the_base_alone(
     assert documents[0]["numbers"] == documents[2]["numbers"]
     assert first.cost.forward_passes == plain.cost.forward_passes
     assert second.cost.forward_passes < plain.cost.forward_passes
+
+
+def test_what_other_code_measured_is_not_read(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of the judge are kept with what else depends on the base: those of another measure would be wrong."""
+    process = FAMILY.denoiser.make_process(base)
+    studio = SimpleNamespace(sampler=SimpleNamespace(process=process), dtype=torch.float32, device=torch.device("cpu"))
+    keys = [lora_check.model_key(studio, base, FAMILY, None)]
+    for code in ("a = 1", "a = 1", "a = 2"):
+        (tmp_path / "judge.py").write_text(code, encoding="utf-8")
+        monkeypatch.setattr(lora_check, "__file__", str(tmp_path / "lora_check.py"))
+        keys.append(lora_check.model_key(studio, base, FAMILY, None))
+    assert keys[1] == keys[2]
+    assert len(set(keys)) == 3
 
 
 def test_images_that_the_autoencoder_does_not_keep_leave_the_verdict_open(
